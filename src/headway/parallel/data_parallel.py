@@ -1,0 +1,39 @@
+"""Sharded data parallelism: FSDP2 over every layout, from one rank to replicas of shards.
+
+``fully_shard`` is always applied, even over one rank, so that every parameter is a DTensor and checkpoints, EMA and
+gradient norm have one code path.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from headway.recipe import PrecisionRecipe
+
+
+def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, precision: PrecisionRecipe) -> None:
+    """Shard ``model`` in place (on the meta device or not): each block is a unit of gathering, the rest another.
+
+    Parameters are gathered and used in ``precision.compute`` and gradients reduced in ``precision.reduce``. Inputs are
+    not cast: timesteps and rotary tables stay in float32 as far as the model itself allows.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, precision.compute),
+        reduce_dtype=getattr(torch, precision.reduce),
+        cast_forward_inputs=False,
+    )
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def reduce_gradients(model: nn.Module, on: bool) -> None:
+    """Whether the next backward pass reduces gradients over the ranks; off for all micro-batches but the last.
+
+    Without reduction gradients add up unsharded on each rank, in ``precision.reduce``.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(on)
