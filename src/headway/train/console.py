@@ -3,8 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,17 +20,31 @@ PLAIN_WIDTH = 240
 STYLES = {"info": "cyan", "good": "green", "warning": "yellow", "error": "bold red"}
 
 
+EVENT_STYLES = {
+    "resumed": "good",
+    "finished": "good",
+    "checkpoint_saved": "good",
+    "checkpoint_failed": "error",
+    "checkpoint_damaged": "warning",
+    "checkpoint_not_removed": "warning",
+    "stopped": "warning",
+    "step_skipped": "warning",
+    "bad_records": "warning",
+    "data_changed": "warning",
+    "recipe_changed": "warning",
+}
+
+
 class RunConsole:
     """Shows a run's steps and messages; on ranks other than 0 it shows nothing.
 
-    ``sample_name`` names what a sample is (images, videos, conversations …). Use it as a context manager, so that the
-    terminal is given back whatever happens. ``console`` stands in for standard output.
+    ``sample_name`` names what a sample is (images, videos, conversations …); ``console`` stands in for standard output.
+    ``close`` gives the terminal back; it may be called twice.
     """
 
     def __init__(
         self,
         total_steps: int,
-        next_step: int = 0,
         rank: int = 0,
         sample_name: str = "samples",
         console: Console | None = None,
@@ -53,18 +66,19 @@ class RunConsole:
             console=self._console,
             expand=True,
         )
-        self._task = self._bar.add_task("", total=total_steps, completed=next_step)
+        self._task = self._bar.add_task("", total=total_steps, start=False)
         self._numbers = Text("")
         self._display = Live(console=self._console, get_renderable=self._picture, refresh_per_second=4, transient=True)
 
-    def __enter__(self) -> Self:
+    def start(self, next_step: int) -> None:
+        """Show the bar, at the first step that this session takes."""
+        self._bar.update(self._task, completed=next_step)
+        self._bar.start_task(self._task)
         if self._live:
             self._display.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Take the bar away and give the terminal back."""
         if self._live:
             self._display.stop()
 
@@ -78,6 +92,12 @@ class RunConsole:
         """Print something worth a person's eye, above the bar. ``style``: info, good, warning or error."""
         mark = {"warning": "warning: ", "error": "error: "}.get(style, "")
         self._console.print(Text(mark + text, style=STYLES[style]))
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Show an event of the run that is worth a person's eye; the rest is in ``events.jsonl``."""
+        text = fields.get("message") or _event_text(kind, fields)
+        if text:
+            self.message(text, EVENT_STYLES.get(kind, "info"))
 
     def step(self, steps_done: int) -> None:
         """Move the bar; cheap enough for every step."""
@@ -103,8 +123,7 @@ class RunConsole:
 
     def summary(self, summary: RunSummary, paths: Mapping[str, Path], title: str = "The run") -> None:
         """Print the table that a run ends with: what it came to, and where its results lie."""
-        if self._live:
-            self._display.stop()
+        self.close()
         table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
@@ -116,6 +135,24 @@ class RunConsole:
 
     def _picture(self) -> Group:
         return Group(self._bar, self._numbers)
+
+
+def _event_text(kind: str, fields: Mapping[str, Any]) -> str:
+    """Words for events that carry no message of their own; "" for those that need no eye."""
+    match kind:
+        case "bad_records":
+            records = fields["records"]
+            more = f" and {len(records) - 1} more (events.jsonl names them)" if len(records) > 1 else ""
+            return f"corrupt record in step {fields['step']}, not counted: {records[0]}{more}"
+        case "step_skipped":
+            first, end = fields["positions_of_step"]
+            return (
+                f"step {fields['step']} skipped: loss {fields['loss']:.4g}, gradient norm {fields['grad_norm']:.4g}; "
+                f"samples {first} to {end - 1} of the data's order (events.jsonl has more)"
+            )
+        case "sampled":
+            return f"samples in {fields['file']}"
+    return ""
 
 
 def _is_watched(console: Console) -> bool:

@@ -75,17 +75,28 @@ class RunDirectory:
         self.samples = path / "samples"
         self.tensorboard = path / "tensorboard"
 
+    def create(self) -> None:
+        """Make the folders, and repair what a killed writer tore. Raises UserError when they cannot be made."""
+        if self.rank != 0:
+            return
+        try:
+            for folder in (self.path, self.checkpoints, self.samples):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run.directory = {self.path}: cannot be created: {error.strerror}") from None
+        for file in (self.metrics_file, self.events_file):
+            keep_lines(file, lambda line: True)
+
     def open(self, recipe: Recipe, next_step: int = 0) -> list[Change]:
         """Make the directory ready for a run that goes on with step ``next_step`` (0: from the start).
 
-        Lines of ``metrics.jsonl`` of steps that will run again are cut off, torn last lines are dropped, and
-        ``recipe.toml`` becomes ``recipe``. Returns (and records as an event) the keys that differ from the stored
+        Lines of ``metrics.jsonl`` of steps that will run again are cut off, and ``recipe.toml`` becomes ``recipe``. Returns (and records as an event) the keys that differ from the stored
         recipe. Raises UserError when a resumed run would compute something else than its checkpoint, or when a run from
         the start would bury a finished checkpoint.
         """
         if self.rank != 0:
             return []
-        self._create()
+        self.create()
         stored = load_recipe(self.recipe_file) if self.recipe_file.exists() else None
         if next_step == 0:
             self._refuse_to_bury_checkpoints(recipe)
@@ -93,11 +104,11 @@ class RunDirectory:
         if next_step > 0:
             self._refuse_another_computation(changes)
         keep_lines(self.metrics_file, lambda line: _stays(line, next_step))
-        keep_lines(self.events_file, lambda line: True)
         replace_text(self.recipe_file, to_toml(recipe))
         if changes:
             shown = [{"key": change.key, "old": change.old, "new": change.new} for change in changes]
-            self.event("recipe_changed", step=next_step, changes=shown)
+            message = "the recipe has changed since the run began: " + "; ".join(map(str, changes))
+            self.event("recipe_changed", step=next_step, changes=shown, message=message)
         return changes
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -105,13 +116,6 @@ class RunDirectory:
         if self.rank == 0:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             append_line(self.events_file, {"time": now, "kind": kind, **fields})
-
-    def _create(self) -> None:
-        try:
-            for folder in (self.path, self.checkpoints, self.samples):
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"run.directory = {self.path}: cannot be created: {error.strerror}") from None
 
     def _refuse_to_bury_checkpoints(self, recipe: Recipe) -> None:
         if not recipe.checkpoint.resume and any(self.checkpoints.iterdir()):

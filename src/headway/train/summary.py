@@ -58,7 +58,7 @@ def summarise(run: Path) -> RunSummary:
         data_wait_share=sum(_known(training, "data_wait_s")) / step_time if step_time else None,
         peak_memory_gib=max(_known(training, "peak_memory_gib"), default=None),
         skipped_steps=kinds.count("step_skipped"),
-        bad_records=kinds.count("bad_record"),
+        bad_records=sum(len(event["records"]) for event in events if event.get("kind") == "bad_records"),
     )
 
 
