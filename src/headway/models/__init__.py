@@ -1,1 +1,26 @@
-"""models."""
+"""Models of diffusers and transformers: built on meta, filled after sharding, called by family."""
+
+from headway.models.build import BuiltModel, build_model, load_tokenizer
+from headway.models.diffusion import DenoisingModel
+from headway.models.families import FAMILIES, Family
+from headway.models.frozen import FrozenParts
+from headway.models.language import next_token_logits, vision_language_logits
+from headway.models.lora import adapter_state, lora_config, merge_lora
+from headway.models.text import CaptionTokens, TextFeatures
+
+__all__ = [
+    "FAMILIES",
+    "BuiltModel",
+    "CaptionTokens",
+    "DenoisingModel",
+    "Family",
+    "FrozenParts",
+    "TextFeatures",
+    "adapter_state",
+    "build_model",
+    "load_tokenizer",
+    "lora_config",
+    "merge_lora",
+    "next_token_logits",
+    "vision_language_logits",
+]
