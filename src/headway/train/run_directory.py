@@ -90,9 +90,9 @@ class RunDirectory:
     def open(self, recipe: Recipe, next_step: int = 0) -> list[Change]:
         """Make the directory ready for a run that goes on with step ``next_step`` (0: from the start).
 
-        Lines of ``metrics.jsonl`` of steps that will run again are cut off, and ``recipe.toml`` becomes ``recipe``. Returns (and records as an event) the keys that differ from the stored
-        recipe. Raises UserError when a resumed run would compute something else than its checkpoint, or when a run from
-        the start would bury a finished checkpoint.
+        Lines of ``metrics.jsonl`` of steps that will run again are cut off, and ``recipe.toml`` becomes ``recipe``.
+        Returns (and records as an event) the keys that differ from the stored recipe. Raises UserError when a resumed
+        run would compute something else than its checkpoint, or when a run from the start would bury a checkpoint.
         """
         if self.rank != 0:
             return []
