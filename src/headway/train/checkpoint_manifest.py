@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_text())
-        manifest = document["manifest"]
+        manifest: dict[str, Any] = document["manifest"]
         if document["sha256"] != _digest(manifest):
             raise ValueError("its own checksum does not match")
         if any(Path(name).name != name for name in manifest["files"]):

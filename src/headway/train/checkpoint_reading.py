@@ -1,8 +1,8 @@
 """Reading a checkpoint without running what it contains.
 
-torch.distributed.checkpoint keeps its index (``.metadata``) as a pickle and plain values as more pickles. So plain values
-are in ``values.json`` instead, the index is read by an unpickler that knows only the classes of an index of tensors,
-and tensors are read by torch with ``weights_only=True``.
+torch.distributed.checkpoint keeps its index (``.metadata``) as a pickle and plain values as more pickles. So plain
+values are in ``values.json`` instead, the index is read by an unpickler that knows only the classes of an index of
+tensors, and tensors are read by torch with ``weights_only=True``.
 """
 
 import json
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from headway.errors import UserError
 from headway.train.checkpoint_manifest import VALUES, read_manifest
@@ -46,14 +48,14 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no index of tensors needs")
 
 
-class CheckpointReader(dcp.FileSystemReader):
+class CheckpointReader(FileSystemReader):
     """DCP's reader for a checkpoint of ours. Raises UserError when its index can't be trusted."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.index = _read_index(path)
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]
+    def read_metadata(self) -> Metadata:
         """The index; without the base class's keywords, so that DCP looks for no other."""
         return self.index
 
@@ -82,9 +84,10 @@ def _read_index(path: Path) -> Metadata:
 def read_values(path: Path) -> dict[str, Any]:
     """The plain values of a checkpoint as they were saved (keys are strings, tuples are lists), without ranks."""
     try:
-        return json.loads((path / VALUES).read_text())
+        values: dict[str, Any] = json.loads((path / VALUES).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path / VALUES} can't be read: {error}") from error
+    return values
 
 
 def read_full(path: Path, section: str) -> dict[str, torch.Tensor]:
@@ -105,10 +108,10 @@ def read_full(path: Path, section: str) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         # DCP warns that there are no ranks: that is what is wanted here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(found, storage_reader=reader, planner=tensor_load_planner(), no_dist=True)
+        load(found, storage_reader=reader, planner=tensor_load_planner(), no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
 
-def tensor_load_planner() -> dcp.DefaultLoadPlanner:
+def tensor_load_planner() -> DefaultLoadPlanner:
     """DCP's planner for a flat dictionary of tensors, all of which must be there."""
-    return dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    return DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

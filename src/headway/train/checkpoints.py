@@ -11,7 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 import headway
@@ -114,9 +118,10 @@ class Checkpoints:
             local = _local(tensor)
             if name not in self._staged:
                 buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                self._staged[name] = (
-                    DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
-                )
+                if isinstance(tensor, DTensor):
+                    # from_local would move the buffer to the mesh's device.
+                    buffer = DTensor(buffer, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+                self._staged[name] = buffer
             _local(self._staged[name]).copy_(local, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -130,16 +135,16 @@ class Checkpoints:
         self._whole = False
         try:
             self._on_first(lambda: self._begin(partial, values, needed))
-            dcp.save(
+            save(
                 tensors,
-                storage_writer=dcp.FileSystemWriter(partial),
-                planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                storage_writer=FileSystemWriter(partial),
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=self._group,
             )
             entries = self._on_all(lambda: hashed(partial, self._own_files(partial)))
             files = {name: entry for part in entries for name, entry in sorted(part.items())}
             self._on_first(lambda: self._complete(step, partial, files))
-        except (Exception, dcp.CheckpointException) as error:  # the last place where this thread can tell of it
+        except (Exception, CheckpointException) as error:  # the last place where this thread can tell of it
             self._report_failure(step, error, partial, needed)
             return
         self._whole = True
@@ -230,7 +235,7 @@ class Checkpoints:
         tensors, _ = _split(state)
         reader = CheckpointReader(path)
         _check_fits(path, tensors, reader)
-        dcp.load(tensors, storage_reader=reader, planner=tensor_load_planner(), process_group=self._group)
+        load(tensors, storage_reader=reader, planner=tensor_load_planner(), process_group=self._group)
         _merge(state, read_values(path))
 
     # Ranks
@@ -305,7 +310,7 @@ def _check_fits(path: Path, tensors: dict[str, torch.Tensor], reader: Checkpoint
 
 def _reason(error: BaseException) -> str:
     """One line on why a save failed; for DCP's failures on several ranks, the first rank's."""
-    if isinstance(error, dcp.CheckpointException):
+    if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {cause}"
     return str(error)

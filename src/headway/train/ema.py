@@ -19,9 +19,9 @@ class Ema:
         self._model = model
         self._recipe = recipe
         self._parameters = trainable_parameters(model)
-        self._shards = [parameter.to_local() for parameter in self._parameters.values()]
+        self._shards = [parameter.to_local().detach() for parameter in self._parameters.values()]
         self._averages = {
-            decay: [shard.detach().to(torch.float32, copy=True) for shard in self._shards] for decay in recipe.decays
+            decay: [shard.to(torch.float32, copy=True) for shard in self._shards] for decay in recipe.decays
         }
 
     @property

@@ -67,7 +67,7 @@ def _on_whole(
     whole = [torch.cat([pieces[k] for pieces in arrived]).view(parameters[i].shape) for k, i in enumerate(mine)]
 
     # And back: to each rank its rows of the results.
-    results = [function(matrix).split(rows[i]) for i, matrix in zip(mine, whole, strict=True)]
+    results = [torch.split(function(matrix), rows[i]) for i, matrix in zip(mine, whole, strict=True)]
     outgoing = [[result[other].flatten() for result in results] for other in range(world)]
     sizes = [[shards[i].numel() for i in indices] for indices in by_owner]
     arrived = _exchange(outgoing, sizes, group, shards[0].device)
@@ -111,5 +111,5 @@ def _exchange(
         [2 * sum(piece.numel() for piece in pieces) for pieces in outgoing],
         group=group,
     )
-    pieces = iter(received.split([size for rank_sizes in sizes for size in rank_sizes]))
+    pieces = iter(torch.split(received, [size for rank_sizes in sizes for size in rank_sizes]))
     return [[next(pieces) for _ in rank_sizes] for rank_sizes in sizes]

@@ -21,7 +21,7 @@ class LocalAdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group: dict[str, Any], *tensor_lists: list[torch.Tensor]) -> bool:
-        has_complex = super()._init_group(group, *tensor_lists)
+        has_complex: bool = super()._init_group(group, *tensor_lists)  # type: ignore[no-untyped-call]
         for tensors in tensor_lists:
             tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         return has_complex
@@ -98,7 +98,9 @@ def _adamw_8bit(parameters: dict[str, DTensor], optim: OptimRecipe) -> torch.opt
             f'optim.kind = "adamw_8bit" does not run on {device.type} here: {type(error).__name__}: {error}; '
             'use optim.kind = "adamw"'
         ) from error
-    optimizer = AdamW8bit(_groups(parameters, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    optimizer: torch.optim.Optimizer = AdamW8bit(
+        _groups(parameters, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps
+    )
     _remember_learning_rate(optimizer)
     return optimizer
 
@@ -108,8 +110,8 @@ def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
 
     Before the first step it holds the zeros that a first step would begin with, so a checkpoint can be loaded into it.
     Hyperparameters are left out: they come from the recipe. The tensors are the optimizers' own, except 8-bit
-    states: these are given dequantised to float32, which any number of ranks can share out; quantising them again
-    gives the same codes. ``load_optimizer_state`` takes them back.
+    states: these are given in float32, which any number of ranks can share out, with the values that quantise to the
+    same codes and scales again. ``load_optimizer_state`` takes them back.
     """
     names = {parameter: name for name, parameter in trainable_parameters(model).items()}
     state = {names[p]: dict(own) for optimizer in optimizers for p, own in _states(optimizer)}
@@ -159,7 +161,16 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _dequantised(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+def _dequantised(value: torch.Tensor, parameter: DTensor) -> DTensor:
     # torchao quantises a shard only when it is large enough and full of whole blocks: this differs between ranks.
-    local = _local(value)
-    return sharded_like(local.float() if type(local) is torch.Tensor else local.dequantize(), parameter)
+    local: Any = _local(value)
+    if type(local) is torch.Tensor:
+        return sharded_like(local.float(), parameter)
+    from torchao.optim.quant_utils import dequant_with_qmap
+
+    levels = local.qmap.clone()
+    if local.signed:
+        # The lowest level stands for -1, though its value is -0.993: without its full size a block whose largest number
+        # is negative would get a smaller scale when it is quantised again.
+        levels[0] = -1
+    return sharded_like(dequant_with_qmap(local.codes, levels, local.scale), parameter)
