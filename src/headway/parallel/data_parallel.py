@@ -4,6 +4,7 @@
 gradient norm have one code path.
 """
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -25,6 +26,8 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, preci
         reduce_dtype=getattr(torch, precision.reduce),
         cast_forward_inputs=False,
     )
+    # The warning is of changing a returned view in place, which no objective does with a model's output.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,77 @@
+"""``headway train``: from a recipe to a run directory, on one rank or many."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headway.cli.launcher import exit_code, launch
+from headway.errors import RunFailed, UserError
+from headway.recipe import Recipe, load_recipe
+
+OTHER_RANKS_WAIT_S = 3.0
+"""Ranks mostly meet the same error: the first prints it and ends, and torchrun ends the others before they do."""
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe (.toml).", show_default=False)],
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine; more than one starts torchrun.")] = 1,
+    set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe.")] = [],  # noqa: B006
+    export: Annotated[bool, typer.Option("--export", help="Export the trained weights at the end.")] = False,
+) -> None:
+    """Train a model. Start it again to go on from the newest good checkpoint of its run directory.
+
+    Example: headway train examples/demo.toml --ranks 2 --set run.steps=100
+
+    SIGTERM, SIGUSR1 and Ctrl-C end the run after the step at hand, with a checkpoint; it exits with 75 (130 after
+    Ctrl-C), and the same command goes on from there. Inside torchrun or srun it is one of their ranks.
+    """
+    resolved = load_recipe(recipe, set_)
+    if "RANK" in os.environ:
+        raise typer.Exit(_as_one_rank(resolved))
+    from headway.train import clear_request
+
+    clear_request(resolved.run.directory)
+    if ranks == 1:
+        code = _as_one_rank(resolved)
+    else:
+        overrides = [part for override in set_ for part in ("--set", override)]
+        code = launch(ranks, ["train", str(recipe), *overrides], resolved.run.directory)
+    if code == 0:
+        _finish(resolved, export)
+    raise typer.Exit(code)
+
+
+def _as_one_rank(recipe: Recipe) -> int:
+    """Run this process's part; under torchrun a stopped rank ends with 0, since torchrun would call all else a failure."""
+    from headway.parallel import start_ranks
+    from headway.train import run_recipe
+
+    launched = "RANK" in os.environ
+    try:
+        with start_ranks(recipe.run.device, recipe.run.timeout_s) as ranks:
+            outcome = run_recipe(recipe, ranks)
+    except (UserError, RunFailed):
+        if launched and os.environ["RANK"] != "0":
+            time.sleep(OTHER_RANKS_WAIT_S)
+        raise
+    return 0 if launched else exit_code(outcome.stopped_by)
+
+
+def _finish(recipe: Recipe, export: bool) -> None:
+    """Export if asked, then show what the run came to."""
+    from headway.train import show_summary
+
+    paths = {"run": recipe.run.directory}
+    grids = sorted((recipe.run.directory / "samples").glob("*.png"))
+    if grids:
+        paths["samples"] = grids[-1]
+    if export:
+        from headway.cli.export import export_run
+
+        paths["exported"] = export_run(recipe.run.directory, recipe.run.directory / "export", decay="auto")
+    show_summary(recipe, paths)
+    sys.stdout.flush()

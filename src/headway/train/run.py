@@ -1,0 +1,248 @@
+"""A whole run: resume, steps, metrics, validation, samples, checkpoints, and the end that it comes to."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.data import Batch, Loader, SampleOrder
+from headway.parallel import Ranks, data_parallel_sizes
+from headway.recipe import Recipe
+from headway.train.assembly import assemble
+from headway.train.checkpoints import Checkpoints
+from headway.train.console import RunConsole
+from headway.train.metrics import MetricsWriters, require_installed
+from headway.train.picture_grid import save_grid
+from headway.train.run_directory import RunDirectory
+from headway.train.stop import StopSignals, clear_request
+from headway.train.throughput import StepTimer, peak_memory_gib
+from headway.train.trainer import StepResult, Trainer
+from headway.train.validation import validation_loader
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    """Steps done, over all sessions of the run."""
+    stopped_by: str | None
+    """Name of the signal that ended it before its last step; None: it is complete."""
+    samples_file: Path | None
+    """The last grid of samples."""
+
+
+def run_recipe(recipe: Recipe, ranks: Ranks) -> Outcome:
+    """Train ``recipe`` on these ranks, from its newest good checkpoint if there is one, to its end or a stop signal.
+
+    Raises UserError for what is wrong in the recipe or its files, RunFailed when the run must not go on.
+    """
+    require_installed(recipe)
+    stop = StopSignals(recipe.run.directory)
+    stop.listen()
+    console = RunConsole(recipe.run.steps, rank=ranks.rank, sample_name=_sample_name(recipe))
+    with contextlib.closing(console):
+        run = _Run(recipe, ranks, console, stop)
+        with contextlib.closing(run):
+            return run.to_its_end()
+
+
+class _Run:
+    """The parts of one session of a run, and what happens between its steps."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks, console: RunConsole, stop: StopSignals) -> None:
+        self.recipe = recipe
+        self.ranks = ranks
+        self.console = console
+        self.stop = stop
+        self.directory = RunDirectory(recipe.run.directory, ranks.rank)
+        self.checkpoints = Checkpoints(
+            self.directory.checkpoints, recipe.checkpoint, lambda kind, fields: self.event(kind, **fields)
+        )
+        self.parts = assemble(recipe, ranks, self.directory.path)
+        self.trainer = Trainer(recipe, self.parts, lambda: stop.pending() is not None, self.event)
+        self.resume()
+        self.writers = MetricsWriters(recipe, self.directory, self.trainer.progress.step)
+        self.timer = StepTimer()
+        self.samples_file: Path | None = None
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write an event down, and show the ones that have something to say to a person."""
+        self.directory.event(kind, **fields)
+        self.console.event(kind, fields)
+
+    def resume(self) -> None:
+        """Load the newest good checkpoint, and make the run directory ready to go on from its step."""
+        newest = self.checkpoints.newest_good() if self.recipe.checkpoint.resume else None
+        if newest is not None:
+            self.trainer.restore(lambda state: self.checkpoints.load(newest, state))
+        step = self.trainer.progress.step
+        self.directory.open(self.recipe, step)
+        self.console.title(self.description())
+        self.console.start(step)
+        if newest is None:
+            self.event("started", step=0, ranks=self.ranks.world)
+        else:
+            self.event("resumed", step=step, ranks=self.ranks.world, message=f"resumed from {newest}, after step {step}")
+
+    def description(self) -> dict[str, str]:
+        """What runs, for the eyes of a person."""
+        parameters = list(self.parts.model.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        everything = sum(p.numel() for p in parameters)
+        replicate, shard = data_parallel_sizes(self.recipe.layout, self.ranks.world)
+        precision = self.recipe.precision
+        held_out = f", {len(self.parts.validation_data):,} for validation" if self.parts.validation_data else ""
+        return {
+            "model": f"{self.recipe.model.class_name}, {trained:,} of {everything:,} parameters trained",
+            "data": f"{self.recipe.data.kind}, {len(self.parts.training_data):,} records{held_out}",
+            "layout": f"{self.ranks.world} ranks on {self.ranks.device.type}: {replicate} replicas of {shard} shards",
+            "precision": f"{precision.compute} compute, {precision.master} weights, {precision.reduce} reduction",
+            "directory": str(self.directory.path),
+        }
+
+    def to_its_end(self) -> Outcome:
+        """All steps that are left, then the last validation, samples and checkpoint."""
+        progress, steps = self.trainer.progress, self.recipe.run.steps
+        if progress.step == 0:
+            self.validate()
+        stop = False
+        for micro_batches in self._timed(self._loader()):
+            result = self.trainer.step(micro_batches)
+            self.timer.step_done(result.samples, result.tokens)
+            self.log(result)
+            stop = result.stop
+            if stop:
+                break
+            with self.timer.outside():
+                self.between_steps(progress.step)
+        if progress.step < steps:
+            return self.stopped(progress.step)
+        self.validate()
+        self.sample()
+        self.save(final=True)
+        if self.ranks.is_first:
+            clear_request(self.directory.path)
+        self.event("finished", step=progress.step)
+        return Outcome(progress.step, None, self.samples_file)
+
+    def stopped(self, done: int) -> Outcome:
+        """Save after ``done`` steps, because a signal asked the run to end."""
+        signal = self.stop.pending() or "a signal to another rank"
+        self.save(final=True)
+        self.event("stopped", step=done, signal=signal, message=f"stopped by {signal} after step {done}, and saved")
+        return Outcome(done, signal, self.samples_file)
+
+    def between_steps(self, done: int) -> None:
+        """What is due after ``done`` steps; the last step's is done at the end."""
+        if done == self.recipe.run.steps:
+            return
+        if _due(done, self.recipe.metrics.validation_every):
+            self.validate()
+        if _due(done, self.recipe.sample.every):
+            self.sample()
+        if _due(done, self.recipe.checkpoint.every):
+            self.save()
+
+    def log(self, result: StepResult) -> None:
+        """Write down and show a step, when it is due or was skipped."""
+        done = self.trainer.progress.step
+        self.console.step(done)
+        if not (_due(done, self.recipe.metrics.every) or result.skipped or done == self.recipe.run.steps):
+            return
+        times = self.timer.read()
+        progress = self.trainer.progress
+        line = {
+            "step": done - 1,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "step_time_s": times.step_time_s,
+            "data_wait_s": times.data_wait_s,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "tokens_per_s": times.tokens_per_s,
+            "samples_per_s": times.samples_per_s,
+            "peak_memory_gib": peak_memory_gib(self.ranks.device),
+        }
+        self.writers.training(line)
+        self.console.training(line)
+
+    def validate(self) -> None:
+        """Measure, write down and show the validation loss of the live weights, when there is validation data."""
+        source = self.parts.validation_data
+        if source is None:
+            return
+        loader = validation_loader(
+            self.recipe, source, self.parts.validation_collate, self.ranks.rank, self.ranks.world
+        )
+        loss = self.trainer.validation_loss(loader)
+        done = self.trainer.progress.step
+        self.writers.validation(done, loss)
+        self.console.validation(done, loss)
+
+    def sample(self) -> None:
+        """Draw the recipe's prompts with the averaged (or live) weights into a grid of pictures."""
+        if self.parts.sampler is None:
+            return
+        weights = self.recipe.sample.weights
+        decays = self.parts.ema.decays
+        averaged = weights == "ema" or (weights == "auto" and decays)
+        with self.parts.ema.swapped_in(max(decays, default=0.0)) if averaged else contextlib.nullcontext():
+            pictures = self.parts.sampler.draw(self.parts.model)
+        done = self.trainer.progress.step
+        self.samples_file = self.directory.samples / f"step-{done:08d}.png"
+        if self.ranks.is_first:
+            captions = [prompt for prompt in self.recipe.sample.prompts for _ in range(self.recipe.sample.per_prompt)]
+            save_grid(pictures.movedim(-1, 1), captions, self.samples_file)
+            self.writers.picture(done, "samples", self.samples_file)
+        self.event("sampled", step=done, file=str(self.samples_file))
+
+    def save(self, final: bool = False) -> None:
+        """Save a checkpoint; training stands still only for the copy to host memory unless it is the ``final`` one."""
+        done = self.trainer.progress.step
+        stall = self.checkpoints.save(done, self.trainer.state(), final=final)
+        self.event("checkpoint_started", step=done, stall_s=stall)
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written, and close what is open."""
+        self.checkpoints.finish()
+        self.writers.close()
+
+    def _loader(self) -> Loader:
+        progress, run = self.trainer.progress, self.recipe.run
+        return Loader(
+            self.parts.training_data,
+            self.parts.collate,
+            order=SampleOrder(len(self.parts.training_data), run.seed, self.recipe.data.shuffle),
+            global_batch=run.global_batch,
+            micro_batch=run.micro_batch,
+            data_rank=self.ranks.rank,
+            data_world=self.ranks.world,
+            steps=range(progress.step, run.steps),
+            start_position=progress.position,
+            workers=self.recipe.data.workers,
+            prefetch=self.recipe.data.prefetch,
+            pin_memory=self.ranks.device.type == "cuda",
+        )
+
+    def _timed(self, loader: Loader) -> Iterator[list[Batch]]:
+        """The loader's steps, with the time that they are waited for on the timer."""
+        steps = iter(loader)
+        self.timer.start()
+        while True:
+            with self.timer.data_wait():
+                micro_batches = next(steps, None)
+            if micro_batches is None:
+                return
+            yield micro_batches
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _sample_name(recipe: Recipe) -> str:
+    return {"next_token": "sequences", "vision_language": "conversations"}.get(
+        recipe.objective.kind, "images" if recipe.data.frames == 1 else "videos"
+    )

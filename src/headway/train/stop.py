@@ -1,0 +1,51 @@
+"""Requests to stop a run after the step at hand: signals, and a file through which the launcher tells its ranks.
+
+A scheduler that signals ranks itself is heard too. The file stays behind a run that was stopped, and is what tells the
+launcher so; the next run clears it.
+"""
+
+import signal
+from pathlib import Path
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_STOP_FILE = "stop-request"
+
+
+def request_stop(directory: Path, signal_name: str) -> None:
+    """Ask the ranks of the run in ``directory`` to finish their step, save and end."""
+    (directory / _STOP_FILE).write_text(signal_name)
+
+
+def pending_request(directory: Path) -> str | None:
+    """Name of the signal that a run in ``directory`` was asked to stop by, or None."""
+    try:
+        return (directory / _STOP_FILE).read_text().strip() or "SIGTERM"
+    except FileNotFoundError:
+        return None
+
+
+def clear_request(directory: Path) -> None:
+    """Forget a request: it was made to an earlier run, or came after the last step."""
+    (directory / _STOP_FILE).unlink(missing_ok=True)
+
+
+class StopSignals:
+    """Hears the stop signals of this process and the requests of the launcher."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._signal: str | None = None
+
+    def listen(self) -> None:
+        """Catch the stop signals from now on; a second one of a kind ends the process as if nobody listened."""
+        for number in SIGNALS:
+            signal.signal(number, self._caught)
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)
+
+    def pending(self) -> str | None:
+        """Name of the signal, or None."""
+        return self._signal or pending_request(self.directory)

@@ -1,0 +1,210 @@
+"""The Trainer: one loop for every objective, model and layout."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headway.data import Batch
+from headway.errors import RunFailed
+from headway.parallel import clip_gradients, reduce_gradients, squared_norm_share
+from headway.recipe import Recipe
+from headway.train.assembly import Assembly
+from headway.train.optimizers import load_optimizer_state, optimizer_state, set_learning_rate
+from headway.train.schedules import learning_rate_factor
+from headway.train.sharded import trainable_parameters
+
+
+def read_on_host(values: torch.Tensor) -> list[float]:
+    """The one place where a step waits for the device: a rehearsal puts its own function in its place."""
+    return [float(value) for value in values.tolist()]
+
+
+@dataclass
+class Progress:
+    """What a run has done so far; checkpointed."""
+
+    step: int = 0
+    """Steps done: the next step to take."""
+    position: int = 0
+    """Global sample index of the next step's first sample."""
+    samples: int = 0
+    tokens: int = 0
+    bad_records: int = 0
+    skipped_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step as all ranks agree on it."""
+
+    loss: float
+    """Σ loss / Σ weight over the global batch."""
+    grad_norm: float
+    lr: float
+    samples: int
+    tokens: int
+    bad_records: int
+    skipped: bool
+    stop: bool
+
+
+@dataclass
+class Trainer:
+    """Takes steps. It knows nothing of pictures, text or ranks beyond what it is assembled from."""
+
+    recipe: Recipe
+    parts: Assembly
+    stop_requested: Callable[[], bool]
+    on_event: Callable[..., None]
+    read_on_host: Callable[[torch.Tensor], list[float]] = read_on_host
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self.model = self.parts.model
+        self.parameters = list(trainable_parameters(self.model).values())
+        self.lr_factor = learning_rate_factor(self.recipe.optim, self.recipe.run.steps)
+
+    def step(self, micro_batches: list[Batch]) -> StepResult:
+        """Take the next optimizer step on this rank's micro-batches of the global batch.
+
+        Raises RunFailed after ``optim.max_skipped_in_a_row`` steps without a finite loss and gradient.
+        """
+        number = self.progress.step
+        batches = [batch.to(self.parts.ranks.device, non_blocking=True) for batch in micro_batches]
+        counts = self._counts(batches)
+        losses = self._accumulate_gradients(number, batches, weight=counts[0])
+        totals = torch.stack([torch.stack(losses).double().sum(), squared_norm_share(self.parameters).to(counts)])
+        dist.all_reduce(totals)
+        loss_sum, squared_norm, weight, samples, tokens, bad_records, stop = self.read_on_host(
+            torch.cat([totals, counts])
+        )
+        loss = loss_sum / weight if weight else math.nan
+        norm = math.sqrt(squared_norm)
+        factor = self.lr_factor(number)
+        set_learning_rate(self.parts.optimizers, factor)
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        if not skipped:
+            clip_gradients(self.parameters, norm, self.recipe.optim.clip_norm)
+            for optimizer in self.parts.optimizers:
+                optimizer.step()
+            self.parts.ema.update(number)
+        for optimizer in self.parts.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        result = StepResult(loss, norm, factor * self.recipe.optim.lr, int(samples), int(tokens), int(bad_records), skipped, stop > 0)
+        self._report(number, result, batches, losses)
+        self._advance(result)
+        return result
+
+    def _counts(self, batches: list[Batch]) -> torch.Tensor:
+        """Over the global batch: weight, samples, tokens, corrupt records, ranks that want to stop. float64 (5,)."""
+        objective = self.parts.objective
+        weight = torch.stack([objective.weight(batch) for batch in batches]).double().sum()
+        known = [
+            sum(len(batch.positions) for batch in batches),
+            sum(objective.tokens(batch) for batch in batches),
+            sum(len(batch.bad_records) for batch in batches),
+            self.stop_requested(),
+        ]
+        counts = torch.cat([weight.view(1), torch.tensor(known, dtype=torch.float64).to(weight.device)])
+        dist.all_reduce(counts)
+        return counts
+
+    def _accumulate_gradients(self, number: int, batches: list[Batch], weight: torch.Tensor) -> list[torch.Tensor]:
+        """Gradient of (Σ loss over the global batch / weight); returns each micro-batch's loss sum.
+
+        Gradients are reduced once, with the last micro-batch. FSDP averages over the ranks, hence the factor.
+        """
+        scale = (self.parts.ranks.world / torch.where(weight > 0, weight, 1.0)).float()
+        losses = []
+        for index, batch in enumerate(batches):
+            reduce_gradients(self.model, on=index == len(batches) - 1)
+            loss = self.parts.objective.loss(self.model, batch)
+            (loss * scale).backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _report(self, number: int, result: StepResult, batches: list[Batch], losses: list[torch.Tensor]) -> None:
+        """Name corrupt records and non-finite micro-batches. Every rank sees the same counts, so all gather or none."""
+        if result.bad_records:
+            named = self._gather([record for batch in batches for record in batch.bad_records])
+            self.on_event("bad_records", step=number, records=named)
+        if result.skipped:
+            culprits = [
+                position
+                for batch, loss in zip(batches, losses, strict=True)
+                if not math.isfinite(self.read_on_host(loss.view(1))[0])
+                for position in batch.positions
+            ]
+            self.on_event(
+                "step_skipped",
+                step=number,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                positions_with_non_finite_loss=sorted(self._gather(culprits)),
+                positions_of_step=[self.progress.position, self.progress.position + result.samples],
+            )
+
+    def _gather(self, items: list[Any]) -> list[Any]:
+        gathered: list[list[Any]] = [[] for _ in range(self.parts.ranks.world)]
+        dist.all_gather_object(gathered, items)
+        return [item for part in gathered for item in part]
+
+    def _advance(self, result: StepResult) -> None:
+        progress = self.progress
+        progress.step += 1
+        progress.position += result.samples
+        progress.samples += result.samples
+        progress.tokens += result.tokens
+        progress.bad_records += result.bad_records
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
+        if progress.skipped_in_a_row >= self.recipe.optim.max_skipped_in_a_row:
+            raise RunFailed(
+                f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient norm (the last is step "
+                f"{progress.step - 1}); events.jsonl names their samples. Lower optim.lr, or look at those samples."
+            )
+        if progress.bad_records > self.recipe.data.max_bad_records:
+            raise RunFailed(
+                f"{progress.bad_records} corrupt records, more than data.max_bad_records = "
+                f"{self.recipe.data.max_bad_records}; events.jsonl names them. Mend them or raise the limit."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds: trained parameters, optimizer and averages as shards, and the progress."""
+        return {
+            "model": dict(trainable_parameters(self.model)),
+            "optimizer": optimizer_state(self.model, self.parts.optimizers),
+            "ema": self.parts.ema.state_dict(),
+            "trainer": vars(self.progress) | {"data": self.parts.training_data.fingerprint},
+        }
+
+    def restore(self, load: Callable[[dict[str, Any]], None]) -> None:
+        """Go on from a checkpoint; ``load`` fills a state in place."""
+        state = self.state()
+        load(state)
+        load_optimizer_state(self.model, self.parts.optimizers, state["optimizer"])
+        self.parts.ema.load_state_dict(state["ema"])
+        values = dict(state["trainer"])
+        if values.pop("data") != self.parts.training_data.fingerprint:
+            self.on_event("data_changed", message="the training data is not what it was when the checkpoint was saved")
+        self.progress = Progress(**values)
+
+    def validation_loss(self, batches: Iterable[list[Batch]]) -> float:
+        """Σ loss / Σ weight over all validation batches of all ranks, without gradients."""
+        objective = self.parts.objective
+        device = self.parts.ranks.device
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self.model.eval()
+        with torch.no_grad():
+            for micro_batches in batches:
+                for batch in micro_batches:
+                    moved = batch.to(device, non_blocking=True)
+                    totals[0] += objective.loss(self.model, moved).double()
+                    totals[1] += objective.weight(moved).double()
+        self.model.train()
+        dist.all_reduce(totals)
+        loss, weight = self.read_on_host(totals)
+        return loss / weight if weight else math.nan
