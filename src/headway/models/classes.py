@@ -14,6 +14,7 @@ import torch
 import transformers
 from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -26,7 +27,7 @@ UNDECLARED = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddin
 def find_class(class_name: str) -> type[nn.Module]:
     """The model class ``class_name`` of diffusers, else of transformers. UserError, with near names, if none."""
     for library, base in ((diffusers, ModelMixin), (transformers, PreTrainedModel)):
-        found = getattr(library, class_name, None) if class_name in dir(library) else None
+        found = getattr(library, class_name, None)
         if isinstance(found, type) and issubclass(found, base) and issubclass(found, nn.Module):
             return found
     names = [n for library in (diffusers, transformers) for n in dir(library) if n[:1].isupper()]
@@ -62,7 +63,7 @@ def read_config(
     return _merged(folder_config, config)
 
 
-def instantiate(model_class: type[nn.Module], config: dict[str, Any], attention: str | None = None) -> nn.Module:
+def instantiate(model_class: Any, config: dict[str, Any], attention: str | None = None) -> nn.Module:
     """The model in float32 on the current default device, with the initialisation of its library.
 
     ``attention`` is the attention implementation of transformers models ("sdpa"); None leaves the library's choice.
@@ -71,11 +72,19 @@ def instantiate(model_class: type[nn.Module], config: dict[str, Any], attention:
         if issubclass(model_class, PreTrainedModel):
             typed = model_class.config_class(**{k: v for k, v in config.items() if not k.startswith("_")})
             keywords = {} if attention is None else {"attn_implementation": attention}
-            model = model_class._from_config(typed, dtype=torch.float32, **keywords)
-            model.initialize_weights()  # left out by the library on the meta device
+            model: nn.Module = model_class._from_config(typed, dtype=torch.float32, **keywords)
+            model.initialize_weights()  # type: ignore[operator]  # left out by the library on the meta device
             return model
-        return model_class.from_config({k: v for k, v in config.items() if not k.startswith("_")})  # type: ignore[attr-defined]
-    except (ValueError, TypeError, ZeroDivisionError, AssertionError, NotImplementedError) as error:
+        built: nn.Module = model_class.from_config({k: v for k, v in config.items() if not k.startswith("_")})
+        return built
+    except (
+        ValueError,
+        TypeError,
+        ZeroDivisionError,
+        AssertionError,
+        NotImplementedError,
+        StrictDataclassError,
+    ) as error:
         raise UserError(f"{model_class.__name__} refuses its config: {error}") from error
 
 

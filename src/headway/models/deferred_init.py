@@ -112,7 +112,7 @@ class _Recorder(TorchDispatchMode):
     """Logs each operator that makes or changes a meta tensor."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         # A storage is known by its address, so it must outlive the recording.
         self._storages: dict[int, torch.UntypedStorage] = {}

@@ -1,9 +1,10 @@
 """What the denoiser sees in place of pixels: a frozen VAE's scaled latents, or pixels folded into channels."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from headway.errors import UserError
@@ -52,7 +53,7 @@ class FoldedPixels:
 class VaeLatents:
     """A frozen VAE, with the shift and scale that its pipelines apply to latents."""
 
-    def __init__(self, vae: nn.Module) -> None:
+    def __init__(self, vae: Any) -> None:
         self.vae = vae
         self.grid = _grid(type(vae).__name__, vae.config)
 
@@ -74,7 +75,8 @@ class VaeLatents:
         """Scaled latents -> pixels (B, 3[, F], H, W) float32, about [-1, 1]."""
         mean, std = self._moments(latents)
         unscaled = latents.float() * std + mean
-        return self.vae.decode(unscaled.to(next(self.vae.parameters()).dtype)).sample.float()
+        pixels: Tensor = self.vae.decode(unscaled.to(next(self.vae.parameters()).dtype)).sample
+        return pixels.float()
 
     def _scaled(self, latents: Tensor) -> Tensor:
         mean, std = self._moments(latents)
@@ -103,6 +105,6 @@ def _grid(class_name: str, config: Any) -> LatentGrid:
     return LatentGrid(config.latent_channels, 2 ** (len(config.block_out_channels) - 1), 1)
 
 
-def _per_frame(fold: Any, pixels: Tensor, side: int) -> Tensor:
+def _per_frame(fold: Callable[[Tensor, int], Tensor], pixels: Tensor, side: int) -> Tensor:
     """Apply a fold of (…, C, H, W) to pictures (B, C, H, W) or to each frame of videos (B, C, F, H, W)."""
     return fold(pixels, side) if pixels.ndim == 4 else fold(pixels.transpose(1, 2), side).transpose(1, 2)

@@ -10,7 +10,12 @@ from headway.recipe import LoraRecipe
 
 def lora_config(recipe: LoraRecipe) -> LoraConfig:
     """peft's form of the recipe, as it is written beside exported adapters."""
-    return LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, lora_dropout=0.0, target_modules=list(recipe.targets))
+    return LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=list(recipe.targets),
+    )
 
 
 def inject_lora(module: nn.Module, recipe: LoraRecipe) -> None:

@@ -45,7 +45,8 @@ class CaptionTokens:
             max_length=length,
             return_tensors="pt",
         )
-        return batch["input_ids"]
+        ids: torch.Tensor = batch["input_ids"]
+        return ids
 
 
 def as_written(caption: str) -> str:

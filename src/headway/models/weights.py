@@ -7,6 +7,7 @@ prefixes); the library's own conversion mapping says how, and its own operations
 import json
 import re
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ from transformers.core_model_loading import (
 from headway.errors import UserError
 
 
-class Slice(NamedTuple):
+@dataclass(frozen=True)
+class Slice:
     """A rank's box in a tensor: where it begins and how long it is, by dimension."""
 
     offset: tuple[int, ...]
@@ -56,7 +58,7 @@ class SafetensorsFolder:
 
     def read(self, key: str, part: Slice | None = None) -> torch.Tensor:
         """The tensor ``key``, or only its box ``part``, on the CPU in its stored dtype. Reads no other bytes."""
-        tensor = self._slice(key)[part.index() if part else ...]
+        tensor: torch.Tensor = self._slice(key)[part.index() if part else ...]
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor
 
@@ -131,12 +133,13 @@ def read_tensor(folder: SafetensorsFolder, source: Source, name: str, part: Slic
     if isinstance(source.converter.operations[0], MergeModulelist) and source.converter.operations[0].dim == 0:
         keys = {pattern: found[rest[0]] for pattern, found in keys.items()}
         rest = (slice(None), *rest[1:])
-    converter = deepcopy(source.converter)
+    converter: Any = deepcopy(source.converter)
     for pattern, found in keys.items():
         for key in found:
             converter.add_tensor(source.first_target, key, pattern, folder.read(key))
     converted = converter.convert(source.first_target, model=module, config=module.config)[name]
-    return (converted[0] if isinstance(converted, list) else converted)[rest]
+    whole: torch.Tensor = converted[0] if isinstance(converted, list) else converted
+    return whole[rest]
 
 
 def _conversions(module: nn.Module) -> tuple[list[WeightRenaming], list[WeightConverter]]:

@@ -36,10 +36,11 @@ def velocity(
     text = nn.functional.pad(text, (0, transformer.config.joint_attention_dim - text.shape[-1]))
     if "text_encoder_3" in features:
         text = torch.cat([text, features["text_encoder_3"].sequence.to(text.dtype)], 1)
-    return transformer(
+    output: Tensor = transformer(
         hidden_states=noisy,
         timestep=timestep * 1000,
         encoder_hidden_states=text.to(noisy.dtype),
         pooled_projections=torch.cat([first.pooled, second.pooled], -1).to(noisy.dtype),
         return_dict=False,
     )[0]
+    return output

@@ -30,9 +30,10 @@ def velocity(
     transformer: Any, noisy: Tensor, timestep: Tensor, features: dict[str, TextFeatures], guidance: Tensor
 ) -> Tensor:
     """See VelocityCall; ``noisy`` is (B, C, F, H, W)."""
-    return transformer(
+    output: Tensor = transformer(
         hidden_states=noisy,
         timestep=timestep * 1000,
         encoder_hidden_states=features["text_encoder"].sequence.to(noisy.dtype),
         return_dict=False,
     )[0]
+    return output
