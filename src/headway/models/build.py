@@ -67,6 +67,7 @@ def build_model(
         built = _build_language_model(recipe, precision, seed)
     else:
         built = _build_diffusion_model(recipe, precision, seed, tokenizers or {})
+    _refuse_dropout(built.components[0].module)
     _freeze(built.module, recipe.freeze)
     return built
 
@@ -152,7 +153,7 @@ def _text_encoder(
         raise UserError(
             f"model.text_encoders.{name}: vocab_size = {vocabulary} is less than the tokenizer's {len(tokenizer)}"
         )
-    component.module.train(recipe.trainable).requires_grad_(recipe.trainable)
+    component.module.eval().requires_grad_(recipe.trainable)
     return component
 
 
@@ -211,6 +212,16 @@ def _check_channels(transformer: Any, channels: int) -> None:
             f"model.config in_channels = {config.in_channels} and out_channels = {made}, "
             f"but model.latents has {channels} channels a token"
         )
+
+
+def _refuse_dropout(module: Any) -> None:
+    """Dropout inside a model draws by rank and order, so it would make a run depend on its layout."""
+    dropouts = [(n, child.p) for n, child in module.named_modules() if isinstance(child, nn.Dropout) and child.p > 0]
+    config = module.config.get_text_config() if isinstance(module, PreTrainedModel) else module.config
+    dropouts += [(f"config {key}", getattr(config, key)) for key in ("attention_dropout",) if getattr(config, key, 0.0)]
+    if dropouts:
+        where, p = dropouts[0]
+        raise UserError(f"model: {where} drops out {p}: set the dropouts of model.config to 0, they are not repeatable")
 
 
 def _freeze(module: nn.Module, prefixes: Iterable[str]) -> None:

@@ -22,10 +22,17 @@ class DenoisingModel(nn.Module):
         self.family = family
         self.transformer = transformer
         self.text_encoders = nn.ModuleDict(text_encoders)
+        self.text_encoders.eval()
         self._padding = dict(padding)
         owner, _, self._entry_name = family.entry.rpartition(".")
         # In a tuple, so that the module is not registered twice. It survives being wrapped by adapters.
         self._entry = (transformer.get_submodule(owner),)
+
+    def train(self, mode: bool = True) -> "DenoisingModel":
+        """Training mode for the denoiser only: text encoders drop nothing out, for their dropout has no key."""
+        super().train(mode)
+        self.text_encoders.eval()
+        return self
 
     def forward(
         self,
