@@ -1,12 +1,14 @@
 """Samples as one picture: a grid with a caption under each; videos as rows of frames, and moving beside it."""
 
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+from torch.nn import functional
 
 SMALLEST_SIDE = 128
 """Pixels: smaller pictures are enlarged by a whole number, so that each of their pixels can be seen."""
@@ -59,9 +61,10 @@ def _rows(count: int, columns: int | None, headings: Mapping[int, str]) -> list[
 
 
 def _film_strips(videos: Tensor) -> Tensor:
-    """Frames side by side: (N, 3, F, H, W) to (N, 3, H, F'·W) with F' <= FRAMES_SHOWN."""
+    """Frames side by side, a white column between them: (N, 3, F, H, W) to (N, 3, H, F' · (W + 1) - 1)."""
     chosen = torch.linspace(0, videos.shape[2] - 1, min(FRAMES_SHOWN, videos.shape[2])).round().long()
-    return torch.cat(videos[:, :, chosen].unbind(2), dim=-1)
+    frames = functional.pad(videos[:, :, chosen], (0, 1), value=255)
+    return torch.cat(frames.unbind(2), dim=-1)[..., :-1]
 
 
 def _grid(pictures: Tensor, captions: Sequence[str], rows: list[list[int]], headings: Mapping[int, str]) -> Image.Image:
@@ -98,9 +101,11 @@ def _line_height(font: Font) -> int:
 
 def _wrap(text: str, width: int, font: Font) -> list[str]:
     """``text`` in at most ``CAPTION_LINES`` lines of ``width`` pixels, the last one cut with an ellipsis."""
+    # The font that comes with Pillow has no accented letters.
+    plain = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     lines: list[str] = []
     line = ""
-    for word in text.split():
+    for word in plain.split():
         candidate = f"{line} {word}".strip()
         if line and font.getlength(candidate) > width:
             lines.append(line)

@@ -1,0 +1,64 @@
+"""The command line: ``headway COMMAND``. Commands import what they need when they run, so that help is instant."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+import headway
+from headway.cli.recipe_show import recipe_app
+from headway.cli.train import train
+from headway.errors import RunFailed, UserError
+
+DONE, DOES_NOT_HOLD, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes."""
+
+app = typer.Typer(
+    name="headway",
+    help="Plans, runs and explains the training of generative models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(train)
+app.add_typer(recipe_app, name="recipe")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"headway {headway.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 what was run does not hold, 2 wrong input, 130 interrupted.
+
+    A mistake of the user is told in one line a fault; any other exception is ours, and keeps its traceback.
+    """
+    try:
+        app()
+    except UserError as error:
+        sys.exit(_tell(error, WRONG_INPUT))
+    except RunFailed as error:
+        sys.exit(_tell(error, DOES_NOT_HOLD))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _tell(error: Exception, code: int) -> int:
+    for line in str(error).splitlines():
+        print(f"headway: error: {line}" if not line.startswith(" ") else line, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Floating-point operations of a micro-batch, counted from the program that trains.
+
+Convention (PaLM, arXiv 2204.02311, appendix B, as Megatron-LM, nanoGPT and torch count too): matrix products,
+convolutions and attention only, a multiply-add counting as two. Attention counts the whole score matrix, also under a
+causal or a document mask (MaxText halves it since July 2025). Its backward pass is twice its forward pass: the scores
+that a fused kernel computes again are not counted. What activation checkpointing computes again is kept apart, for HFU.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of one forward and backward pass."""
+
+    forward: int
+    backward: int
+    recomputed: int
+    """Forward operations that activation checkpointing ran again during the backward pass."""
+
+    @property
+    def model(self) -> int:
+        """What the mathematics needs: counts for MFU."""
+        return self.forward + self.backward
+
+    @property
+    def executed(self) -> int:
+        """What was run, recomputation included: counts for HFU."""
+        return self.forward + self.backward + self.recomputed
+
+
+def count_flops(forward_and_loss: Callable[[], Tensor], model: nn.Module) -> Flops:
+    """Run ``forward_and_loss`` and the backward pass of the scalar that it returns, and count.
+
+    Works on any device. With ``model`` on meta nothing is computed and any size takes about a second: give it a batch
+    made by ``on_meta``. Gradients that ``model`` had are put back.
+    """
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    try:
+        with _Counter() as counter:
+            loss = forward_and_loss()
+            counter.phase = "backward"
+            if loss.requires_grad:
+                loss.backward()
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+    return Flops(counter.counts["forward"], counter.counts["backward"], counter.counts["recomputed"])
+
+
+def utilisation(
+    flops: Flops, step_time_s: float, peak_tflops: float | None
+) -> tuple[float, float | None, float | None]:
+    """TFLOP/s of model operations, MFU and HFU of one device that ran ``flops`` in ``step_time_s``.
+
+    MFU and HFU are fractions of ``peak_tflops``, the dense peak of the precision used; None without a known peak.
+    """
+    tflops = flops.model / step_time_s / 1e12
+    if peak_tflops is None:
+        return tflops, None, None
+    return tflops, tflops / peak_tflops, flops.executed / step_time_s / 1e12 / peak_tflops
+
+
+def add(parts: list[Flops]) -> Flops:
+    """The operations of several micro-batches together."""
+    return Flops(
+        sum(part.forward for part in parts),
+        sum(part.backward for part in parts),
+        sum(part.recomputed for part in parts),
+    )
+
+
+class MicroBatchFlops:
+    """Counts micro-batches on a meta copy of the model, once for each new set of shapes.
+
+    ``loss`` is the objective on that copy, of the micro-batch's tensors. Pictures of varying size are told apart by the
+    values of ``*_grid_thw``: attention stays within each.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[dict[str, Tensor]], Tensor]) -> None:
+        self._model = model
+        self._loss = loss
+        self._known: dict[Any, Flops] = {}
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Flops:
+        """The operations of one forward and backward pass of a micro-batch."""
+        shapes = tuple(
+            (name, tuple(tensor.shape), tuple(tensor.flatten().tolist()) if name.endswith("_grid_thw") else ())
+            for name, tensor in tensors.items()
+        )
+        if shapes not in self._known:
+            self._known[shapes] = count_flops(lambda: self._loss(on_meta(tensors)), self._model)
+        return self._known[shapes]
+
+
+def on_meta(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A micro-batch to count with: floats on meta; integers stay, for models that read sizes out of their values."""
+    return {name: tensor.to("meta" if tensor.is_floating_point() else "cpu") for name, tensor in tensors.items()}
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up the operations of every operator, by phase, and lets floats on meta meet integers on the CPU.
+
+    An operator whose operands are partly on meta runs on meta. Integers that are made for, or moved to, meta stay on
+    the CPU, where they have values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "forward"
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        args, kwargs = _on_one_device(func, args, kwargs)
+        result = _run(func, args, kwargs)
+        formula = FORMULAS.get(func.overloadpacket)
+        if formula is not None:
+            # A backward pass runs with gradients off; a checkpointed region runs its forward pass again with them on.
+            again = self.phase == "backward" and torch.is_grad_enabled()
+            self.counts["recomputed" if again else self.phase] += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+def _on_one_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An operator's operands with real integers put on meta where the result has to be there, and kept otherwise."""
+    tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+    real = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    if len(real) < len(tensors):
+        if real and any(tensor.device.type == "meta" for tensor in tensors):
+            if func.overloadpacket is aten.index:
+                args = (args[0], [part for index in args[1] for part in _positions(index)])
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        return args, kwargs
+    wants_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"
+    dtype = kwargs.get("dtype") or (real[0].dtype if real else _default_dtype(func, args))
+    if wants_meta and not (dtype.is_floating_point or dtype.is_complex):
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    return args, kwargs
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dtype = args[0].dtype if func.overloadpacket is aten._grouped_mm else None
+    if dtype == torch.float32 and args[0].device.type == "meta":
+        # On meta alone, torch refuses grouped products that are not bfloat16.
+        args, kwargs = tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, (args, kwargs))
+        return func(*args, **kwargs).to(dtype)
+    return func(*args, **kwargs)
+
+
+def _positions(index: Tensor | None) -> list[Tensor | None]:
+    """A real mask as the positions that it picks, one tensor a dimension: their number is the size of the result."""
+    if index is None or index.dtype != torch.bool or index.device.type == "meta":
+        return [index]
+    return list(index.nonzero(as_tuple=True))
+
+
+def _default_dtype(func: Any, args: tuple[Any, ...]) -> torch.dtype:
+    whole = func.overloadpacket is aten.arange and all(isinstance(item, int) for item in args)
+    return torch.int64 if whole else torch.get_default_dtype()
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *rest: Any, **_: Any) -> int:
+    """As much as the forward pass for each of the input's and the weight's gradient; torch's formula forgets groups."""
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, wanted = rest
+    forward = conv_flop_count(list(inputs.shape), list(weight.shape), list(gradient.shape), transposed=transposed)
+    return forward * (wanted[0] + wanted[1])
+
+
+def _grouped_product(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+    """Experts' products: (rows, K) x (experts, K, N), (K, rows) x (rows, N) and the other two forms of ``_grouped_mm``.
+
+    A dimension that is split among the experts is shared by both sides, or found once in the result; either way each of
+    the left's elements meets N columns, except where both have an expert dimension.
+    """
+    return 2 * math.prod(left.shape) * right.shape[-1]
+
+
+FORMULAS = flop_registry | {
+    aten._grouped_mm: _grouped_product,
+    aten.convolution_backward: _convolution_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._scaled_dot_product_fused_attention_overrideable: _attention,
+    aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
+}
+"""torch's formulas, those that it lacks or gets wrong, and attention's backward pass without scores computed again."""
