@@ -21,7 +21,7 @@ def shard(model: nn.Sequential, replicate: int = 1) -> nn.Sequential:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
     else:
         mesh = init_device_mesh("cpu", (replicate, world // replicate), mesh_dim_names=("dp_replicate", "dp_shard"))
-    for layer in model:
+    for layer in model[:-1]:  # the last one is the root's own: FSDP2 keeps it gathered after a forward pass
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model

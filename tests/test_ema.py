@@ -1,13 +1,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from shards import full, shard, uneven_model
 from torch.distributed.tensor import distribute_tensor
 
 from headway.errors import UserError
 from headway.recipe import EmaRecipe
 from headway.train.ema import Ema
+from ranks import run_ranks
+from shards import full, shard, uneven_model
 
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 2)]
 DECAYS = [0.5, 0.999]

@@ -2,13 +2,13 @@ import sys
 
 import pytest
 import torch
-from ranks import run_ranks
-from shards import full, set_gradients, shard, uneven_model
 from torch import nn
 
 from headway.errors import UserError
 from headway.recipe import OptimRecipe
 from headway.train.optimizers import build_optimizers, load_optimizer_state, optimizer_state, set_learning_rate
+from ranks import run_ranks
+from shards import full, set_gradients, shard, uneven_model
 
 MATRICES = {"0.weight", "1.weight"}
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]
@@ -91,7 +91,7 @@ def groups_of(kind: str) -> list:
 
 
 def test_vectors_have_no_weight_decay_and_muon_gets_only_the_named_matrices():
-    vectors = sorted(f"{i}.bias" for i in range(4)) + ["2.weight"]
+    vectors = [*sorted(f"{i}.bias" for i in range(4)), "2.weight"]
     assert run_ranks(1, groups_of, "muon")[0] == [
         ("ShardedMuon", 0.1, ["0.weight", "1.weight"]),
         ("LocalAdamW", 0.1, ["3.weight"]),

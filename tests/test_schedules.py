@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ def test_warm_up_rises_by_equal_steps_to_one_and_nothing_rises_after_it(kind, pa
     assert [factor(step) for step in range(warmup)] == pytest.approx([(step + 1) / warmup for step in range(warmup)])
     after = [factor(step) for step in range(warmup, steps)]
     assert after[0] == 1.0
-    assert all(later <= earlier for earlier, later in zip(after, after[1:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(after))
 
 
 @given(lengths, st.floats(0, 1))

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -77,7 +79,7 @@ def _read_index(path: Path) -> Metadata:
         if any(entry.relative_path not in files for entry in index.storage_data.values()):
             raise pickle.UnpicklingError("it points at a file that is not part of the checkpoint")
     except Exception as error:  # unpickling damaged bytes can raise almost anything
-        raise UserError(f"{path / '.metadata'} is refused: {error}") from error
+        raise UserError(f"{path / '.metadata'} is refused: {one_line(error)}") from error
     return index
 
 
@@ -105,13 +107,28 @@ def read_full(path: Path, section: str) -> dict[str, torch.Tensor]:
     if not found:
         sections = ", ".join(sorted({name.split(".")[0] for name in reader.tensors}))
         raise UserError(f"{path} holds nothing under {section!r}; it has {sections}")
-    with warnings.catch_warnings():
-        # DCP warns that there are no ranks: that is what is wanted here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(found, storage_reader=reader, planner=tensor_load_planner(), no_dist=True)
+    fill(found, reader)
     return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
 
-def tensor_load_planner() -> DefaultLoadPlanner:
-    """DCP's planner for a flat dictionary of tensors, all of which must be there."""
-    return DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+def fill(tensors: dict[str, torch.Tensor], reader: CheckpointReader, group: dist.ProcessGroup | None = None) -> None:
+    """Read tensors and DTensors, by full name, in place: by all ranks of ``group``, or without ranks.
+
+    Raises UserError on all ranks when one can't read its part.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings():
+            # DCP warns when there are no ranks: without a group that is what is wanted.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise UserError(f"{reader.path} can't be loaded: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong in one line; for a failure that DCP gathered from the ranks, the first rank's."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {one_line(cause)}"
+    return (str(error) or type(error).__name__).splitlines()[0]

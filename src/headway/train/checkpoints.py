@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
@@ -33,7 +32,7 @@ from headway.train.checkpoint_manifest import (
     write_durably,
     write_manifest,
 )
-from headway.train.checkpoint_reading import CheckpointReader, read_values, tensor_load_planner
+from headway.train.checkpoint_reading import CheckpointReader, fill, one_line, read_values
 
 Result = TypeVar("Result")
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -177,7 +176,7 @@ class Checkpoints:
         if self._rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         free = shutil.disk_usage(self._directory).free if self._directory.exists() else 0
-        reason = _reason(error)
+        reason = one_line(error)
         self._tell(
             "checkpoint_failed",
             f"the checkpoint of step {step} could not be saved: {reason}. It needs {needed:,} bytes; {free:,} are free "
@@ -235,7 +234,7 @@ class Checkpoints:
         tensors, _ = _split(state)
         reader = CheckpointReader(path)
         _check_fits(path, tensors, reader)
-        load(tensors, storage_reader=reader, planner=tensor_load_planner(), process_group=self._group)
+        fill(tensors, reader, self._group)
         _merge(state, read_values(path))
 
     # Ranks
@@ -306,11 +305,3 @@ def _check_fits(path: Path, tensors: dict[str, torch.Tensor], reader: Checkpoint
     if wrong:
         shown = "; ".join(sorted(wrong)[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         raise UserError(f"{path} does not fit this run: {shown}. Resume with the recipe that it was saved by")
-
-
-def _reason(error: BaseException) -> str:
-    """One line on why a save failed; for DCP's failures on several ranks, the first rank's."""
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {cause}"
-    return str(error)

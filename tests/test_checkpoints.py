@@ -1,0 +1,514 @@
+import contextlib
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from headway.errors import UserError
+from headway.recipe import CheckpointRecipe, EmaRecipe, OptimRecipe
+from headway.train.checkpoint_manifest import (
+    checkpoints_in,
+    hashed,
+    newest_good,
+    problems,
+    read_manifest,
+    write_manifest,
+)
+from headway.train.checkpoint_reading import read_full, read_values
+from headway.train.checkpoints import Checkpoints
+from headway.train.ema import Ema
+from headway.train.optimizers import build_optimizers, load_optimizer_state, optimizer_state
+from headway.train.sharded import trainable_parameters
+from ranks import _rank_main, fork, run_ranks
+from shards import full, set_gradients, shard, uneven_model
+
+
+class Run:
+    """Model, optimizers and EMA of one rank, with a few steps behind them."""
+
+    def __init__(self, directory: Path, replicate: int = 1, steps: int = 0, seed: int = 0, **recipe) -> None:
+        self.events: list[tuple[str, dict]] = []
+        self.model = shard(uneven_model(seed), replicate)
+        self.optimizers = build_optimizers(self.model, OptimRecipe(kind="muon", eps=1e-3), {"0.weight", "1.weight"})
+        self.ema = Ema(self.model, EmaRecipe(decays=[0.5, 0.999]))
+        self.checkpoints = Checkpoints(directory, CheckpointRecipe(**recipe), self.on_event)
+        for number in range(steps):
+            self.step(number)
+
+    def on_event(self, kind: str, fields: dict) -> None:
+        self.events.append((kind, json.loads(json.dumps(fields))))
+
+    def step(self, number: int) -> None:
+        set_gradients(self.model, number)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.ema.update(number)
+
+    def state(self, **values) -> dict:
+        return {
+            "model": trainable_parameters(self.model),
+            "optimizer": optimizer_state(self.model, self.optimizers),
+            "ema": self.ema.state_dict(),
+            "trainer": values,
+        }
+
+    def load(self, path: Path) -> dict:
+        state = self.state()
+        self.checkpoints.load(path, state)
+        load_optimizer_state(self.model, self.optimizers, state["optimizer"])
+        self.ema.load_state_dict(state["ema"])
+        return state["trainer"]
+
+    def whole(self) -> dict:
+        state = self.state()
+        return {
+            "model": full(state["model"]),
+            "optimizer": {name: full(values) for name, values in state["optimizer"].items()},
+            "ema": {decay: full(values) for decay, values in state["ema"].items()},
+        }
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]
+
+
+def saved_run(directory: Path, replicate: int) -> dict:
+    run = Run(directory, replicate, steps=3)
+    run.checkpoints.save(3, run.state(step=3, position=[1, 2], nested={"name": "ünïcode", "none": None}))
+    assert run.checkpoints.finish()
+    saved = run.whole()
+    run.step(3)
+    return {"saved": saved, "after": run.whole()}
+
+
+def loaded_run(directory: Path, replicate: int) -> dict:
+    run = Run(directory, replicate, seed=9)
+    trainer = run.load(run.checkpoints.newest_good())
+    loaded = run.whole()
+    run.step(3)
+    return {"loaded": loaded, "after": run.whole(), "trainer": trainer}
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [((2, 1), (2, 1)), ((2, 1), (1, 1)), ((2, 1), (3, 1)), ((1, 1), (2, 1)), ((2, 1), (4, 2)), ((4, 2), (3, 1))],
+)
+def test_a_checkpoint_goes_on_exactly_on_any_number_of_ranks(tmp_path, saving, loading):
+    before = run_ranks(saving[0], saved_run, tmp_path, saving[1])[0]
+    for after in run_ranks(loading[0], loaded_run, tmp_path, loading[1]):
+        torch.testing.assert_close(after["loaded"], before["saved"], rtol=0, atol=0)
+        torch.testing.assert_close(after["after"], before["after"], rtol=1e-6, atol=1e-6)
+        assert after["trainer"] == {"step": 3, "position": [1, 2], "nested": {"name": "ünïcode", "none": None}}
+
+
+def test_one_process_without_ranks_reads_whole_tensors_and_values(tmp_path):
+    saved = run_ranks(3, saved_run, tmp_path, 1)[0]["saved"]
+    path = tmp_path / "step-00000003"
+    assert read_full(path, "model").keys() == saved["model"].keys()
+    torch.testing.assert_close(read_full(path, "model"), saved["model"], rtol=0, atol=0)
+    torch.testing.assert_close(read_full(path, "ema.0.999"), saved["ema"]["0.999"], rtol=0, atol=0)
+    assert read_values(path)["trainer"]["step"] == 3
+    with pytest.raises(UserError, match="it has ema, model, optimizer"):
+        read_full(path, "ema.0.9")
+
+
+# Saving
+
+
+def overwritten_while_saving(directory: Path) -> list:
+    run = Run(directory, steps=1)
+    before = run.whole()
+    for number in range(1, 4):  # the second and third save reuse the first one's buffers
+        run.checkpoints.save(number, run.state())
+        if number == 3:
+            before = run.whole()
+        for parameter in run.model.parameters():
+            parameter.to_local().detach().fill_(float(number))
+    run.checkpoints.finish()
+    return [before["model"], run.kinds()]
+
+
+def test_steps_taken_while_a_save_runs_do_not_reach_it(tmp_path):
+    weights, kinds = run_ranks(2, overwritten_while_saving, tmp_path)[0]
+    torch.testing.assert_close(read_full(tmp_path / "step-00000003", "model"), weights, rtol=0, atol=0)
+    assert kinds == ["checkpoint_saved", "checkpoint_saved", "checkpoint_saved", "checkpoint_removed"]
+
+
+def kept_steps(directory: Path, recipe: dict) -> list:
+    run = Run(directory, **recipe)
+    for step in range(10, 61, 10):
+        run.checkpoints.save(step, run.state(), final=step == 60)
+    return list(checkpoints_in(directory))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kept"),
+    [
+        ({"keep_last": 1}, [60]),
+        ({"keep_last": 2, "keep_every": 20}, [20, 40, 50, 60]),
+        ({"keep_last": 3, "asynchronous": False}, [40, 50, 60]),
+    ],
+)
+def test_the_newest_and_the_multiples_are_kept(tmp_path, recipe, kept):
+    assert run_ranks(2, kept_steps, tmp_path, recipe) == [kept, kept]
+
+
+def saved_twice(directory: Path) -> bool:
+    run = Run(directory, steps=1)
+    run.checkpoints.save(1, run.state(), final=True)
+    run.step(1)
+    run.checkpoints.save(1, run.state(), final=True)
+    return torch.equal(read_full(directory / "step-00000001", "model")["0.weight"], run.whole()["model"]["0.weight"])
+
+
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
+    assert run_ranks(1, saved_twice, tmp_path) == [True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+
+
+def refused_value(directory: Path) -> None:
+    run = Run(directory)
+    with pytest.raises(TypeError):
+        run.checkpoints.save(1, run.state(path=Path("x")))
+    with pytest.raises(TypeError):
+        run.checkpoints.save(1, run.state(listed=[torch.zeros(1)]))
+
+
+def test_a_value_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    run_ranks(1, refused_value, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def memory_over_saves(directory: Path) -> float:
+    model = torch.nn.Sequential(torch.nn.Linear(700, 700), torch.nn.Linear(700, 700))
+    model = shard(model)
+    checkpoints = Checkpoints(directory, CheckpointRecipe(keep_last=1), lambda kind, fields: None)
+    resident = []
+    for step in range(30):
+        checkpoints.save(step, {"model": trainable_parameters(model), "trainer": {"step": step}})
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    checkpoints.finish()
+    return max(resident[20:]) - max(resident[3:10])
+
+
+def test_host_memory_does_not_grow_over_thirty_saves(tmp_path):
+    # One save's tensors are 3.7 MiB: leaking them would add 70 MiB and more.
+    assert run_ranks(1, memory_over_saves, tmp_path)[0] < 12
+
+
+# Failures
+
+
+def file_size_limit_on_rank_1(directory: Path) -> list:
+    run = Run(directory, steps=1)
+    run.checkpoints.save(1, run.state(step=1), final=True)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    run.checkpoints.save(2, run.state(step=2))
+    whole = run.checkpoints.finish()
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    run.checkpoints.save(3, run.state(step=3))
+    return [whole, run.checkpoints.finish(), run.events]
+
+
+def test_when_one_rank_cannot_write_all_ranks_say_so_and_training_goes_on(tmp_path):
+    for whole, next_whole, events in run_ranks(2, file_size_limit_on_rank_1, tmp_path, timeout_s=60):
+        assert not whole
+        assert next_whole
+        assert [kind for kind, _ in events] == ["checkpoint_saved", "checkpoint_failed", "checkpoint_saved"]
+        failure = events[1][1]
+        assert failure["step"] == 2
+        assert "rank 1" in failure["message"]
+        assert failure["bytes_needed"] > 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kibibytes: int):
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small disk can't be mounted here: {mounted.stderr.decode()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill_the_disk(directory: Path, state_of: str) -> list:
+    events = []
+    checkpoints = Checkpoints(directory, CheckpointRecipe(), lambda kind, fields: events.append((kind, fields)))
+    checkpoints.save(1, {"model": {"small": torch.ones(4)}}, final=True)
+    # The tiny ones are few numbers but many headers: more than the estimate, so that the disk fills while writing.
+    states = {"large": {"large": torch.ones(10**6)}, "tiny": {f"tiny{i}": torch.ones(1) for i in range(600)}}
+    checkpoints.save(2, {"model": states[state_of]})
+    return [checkpoints.finish(), events]
+
+
+@pytest.mark.parametrize("state_of", ["large", "tiny"])
+def test_a_full_disk_leaves_the_old_checkpoint_and_tells_what_is_missing(tmp_path, state_of):
+    with small_disk(tmp_path / "disk", 512) as disk:
+        for whole, events in run_ranks(2, fill_the_disk, disk, state_of, timeout_s=60):
+            assert not whole
+            assert [kind for kind, _ in events] == ["checkpoint_saved", "checkpoint_failed"]
+            failure = events[1][1]
+            assert f"{failure['bytes_needed']:,} bytes" in failure["message"]
+            assert f"{failure['bytes_free']:,} are free" in failure["message"]
+            if state_of == "large":
+                assert failure["bytes_needed"] >= 4_000_000
+            else:
+                assert "rank" in failure["reason"]
+        assert [path.name for path in disk.iterdir()] == ["step-00000001"]
+        assert problems(disk / "step-00000001") == []
+
+
+def unwritable(directory: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        Checkpoints(directory, CheckpointRecipe(), lambda kind, fields: None)
+    return str(caught.value)
+
+
+def test_a_directory_that_cannot_be_made_is_a_users_mistake_on_all_ranks(tmp_path):
+    (tmp_path / "file").write_text("")
+    messages = run_ranks(2, unwritable, tmp_path / "file" / "checkpoints")
+    assert all(str(tmp_path / "file" / "checkpoints") in message for message in messages)
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("two")
+    run_ranks(2, save_steps, directory, [1, 2])
+    return directory
+
+
+def save_steps(directory: Path, steps: list[int]) -> None:
+    run = Run(directory)
+    for step in steps:
+        run.step(step)
+        run.checkpoints.save(step, run.state(step=step), final=True)
+
+
+def damage(path: Path, kind: str) -> str:
+    """Damage a checkpoint; gives the name of the file that must be named."""
+    file = path / {"no_manifest": "manifest.json", "torn_manifest": "manifest.json"}.get(kind, "__1_0.distcp")
+    content = bytearray(file.read_bytes())
+    if kind in ("missing", "no_manifest"):
+        file.unlink()
+    elif kind in ("truncated", "torn_manifest"):
+        file.write_bytes(content[: len(content) // 2])
+    elif kind == "empty":
+        file.write_bytes(b"")
+    else:
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+    return file.name
+
+
+def resumed(directory: Path) -> list:
+    run = Run(directory)
+    path = run.checkpoints.newest_good()
+    step = run.load(path)["step"] if path else None
+    run.checkpoints.save(3, run.state(step=3), final=True)
+    return [step, run.events]
+
+
+@pytest.mark.parametrize("kind", ["missing", "truncated", "empty", "flipped", "no_manifest", "torn_manifest"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(two_checkpoints, tmp_path, kind):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, directory)
+    named = damage(directory / "step-00000002", kind)
+    for step, events in run_ranks(2, resumed, directory):
+        assert step == 1
+        assert [event for event, _ in events] == ["checkpoint_damaged", "checkpoint_saved", "checkpoint_removed"]
+        assert "step-00000002" in events[0][1]["message"]
+        assert named in events[0][1]["message"]
+        assert len(events[0][1]["problems"]) == 1
+    assert list(checkpoints_in(directory)) == [1, 3]  # the damaged one does not count among the two that are kept
+
+
+def test_nothing_is_resumed_when_every_checkpoint_is_damaged(two_checkpoints, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, directory)
+    for step in (1, 2):
+        damage(directory / f"step-{step:08d}", "flipped")
+    told = []
+    assert newest_good(directory, lambda path, wrong: told.append((path.name, wrong))) is None
+    assert [name for name, _ in told] == ["step-00000002", "step-00000001"]
+    assert run_ranks(1, resumed, directory)[0][0] is None
+    assert newest_good(tmp_path / "nowhere", lambda path, wrong: None) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_in_any_file_is_found(two_checkpoints, data):
+    path = two_checkpoints / "step-00000002"
+    file = path / data.draw(st.sampled_from(sorted(child.name for child in path.iterdir())))
+    original = file.read_bytes()
+    position = data.draw(st.integers(0, len(original) - 1))
+    flipped = bytearray(original)
+    flipped[position] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        file.write_bytes(flipped)
+        assert file.name in problems(path)[0]
+    finally:
+        file.write_bytes(original)
+    assert problems(path) == []
+
+
+def misfit(directory: Path) -> list[str]:
+    run = Run(directory, steps=1)
+    run.checkpoints.save(1, run.state(), final=True)
+    messages = []
+    wrong = {"model": {"0.weight": torch.zeros(5, 7), "other": torch.zeros(1), "0.bias": torch.zeros(5).bfloat16()}}
+    for state in (wrong, {"model": trainable_parameters(run.model)}):
+        with pytest.raises(UserError) as caught:
+            run.checkpoints.load(directory / "step-00000001", state)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_state_of_other_names_shapes_or_dtypes_is_refused(tmp_path):
+    wrong, partial = run_ranks(2, misfit, tmp_path)[0]
+    assert "more" in wrong
+    assert "ema.0.5.0.bias is only in the checkpoint" in partial
+
+
+# Nothing that is read runs code
+
+
+class Evil:
+    """Unpickling it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return (Path.touch, (self.file,))
+
+
+def resign(path: Path) -> None:
+    """Make the manifest fit what now lies in the checkpoint, as an attacker would."""
+    manifest = read_manifest(path)
+    write_manifest(path, manifest | {"files": hashed(path, manifest["files"])})
+
+
+def load_refused(directory: Path) -> str:
+    run = Run(directory)
+    path = run.checkpoints.newest_good()
+    assert path is not None
+    with pytest.raises(UserError) as caught:
+        run.load(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["index", "bytes_entry", "tensors", "elsewhere"])
+def test_a_malicious_checkpoint_is_refused_and_runs_nothing(tmp_path, where):
+    directory, made = tmp_path / "checkpoints", tmp_path / "made"
+    run_ranks(1, save_steps, directory, [1])
+    path = directory / "step-00000001"
+    index = pickle.loads((path / ".metadata").read_bytes())
+    if where == "index":
+        index.planner_data = Evil(made)
+    elif where == "bytes_entry":  # DCP would unpickle such an entry without restriction
+        index.state_dict_metadata["model.0.weight"] = BytesStorageMetadata()
+    elif where == "elsewhere":
+        next(iter(index.storage_data.values())).relative_path = "../../secret"
+    else:
+        evil = io.BytesIO()
+        torch.save(Evil(made), evil)
+        (path / "__0_0.distcp").write_bytes(evil.getvalue())
+        for entry in index.storage_data.values():
+            entry.offset, entry.length = 0, len(evil.getvalue())
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    resign(path)
+    for message in run_ranks(2, load_refused, directory):
+        assert "step-00000001" in message
+    with pytest.raises(UserError):
+        read_full(path, "model")
+    assert not made.exists()
+
+
+# Killed runs
+
+
+def save_until_killed(directory: Path) -> None:
+    model = shard(torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)))
+    checkpoints = Checkpoints(directory, CheckpointRecipe(), lambda kind, fields: None)
+    newest = checkpoints.newest_good()
+    state = {"model": trainable_parameters(model), "trainer": {"step": 0}}
+    if newest:
+        checkpoints.load(newest, state)
+        assert all(bool((p.to_local() == state["trainer"]["step"]).all()) for p in model.parameters())
+    for step in range(state["trainer"]["step"] + 1, 10_000):
+        for parameter in model.parameters():
+            parameter.to_local().detach().fill_(float(step))
+        checkpoints.save(step, state | {"trainer": {"step": step}})
+
+
+def test_a_run_killed_at_any_moment_of_saving_leaves_a_loadable_checkpoint(tmp_path):
+    moments = random.Random(0)
+    newest_step = 0
+    for world in (2, 1, 2, 2, 1):
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [
+                fork.Process(target=_rank_main, args=(rank, world, folder, save_until_killed, (tmp_path,), 60.0))
+                for rank in range(world)
+            ]
+            for rank in ranks:
+                rank.start()
+            deadline = time.monotonic() + 60
+            while max(checkpoints_in(tmp_path), default=0) <= newest_step:
+                assert time.monotonic() < deadline
+                assert all(rank.is_alive() for rank in ranks), Path(folder).glob("error-*")
+                time.sleep(0.01)
+            time.sleep(moments.uniform(0, 0.3))
+            for rank in ranks:
+                rank.kill()
+            for rank in ranks:
+                rank.join()
+        damaged = []
+        path = newest_good(tmp_path, lambda path, wrong: damaged.append(wrong))  # noqa: B023
+        assert damaged == []
+        step = read_values(path)["trainer"]["step"]
+        assert step > newest_step
+        assert all(bool((tensor == step).all()) for tensor in read_full(path, "model").values())
+        newest_step = step
+
+
+def started(directory: Path) -> list:
+    run = Run(directory)
+    return [run.events, run.checkpoints.newest_good()]
+
+
+def test_what_a_killed_run_left_is_cleared_and_what_it_was_replacing_comes_back(two_checkpoints, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, directory)
+    (directory / "step-00000002").rename(directory / ".step-00000002.replaced")
+    (directory / ".step-00000003.partial").mkdir()
+    (directory / ".step-00000000.deleting").mkdir()
+    for events, newest in run_ranks(2, started, directory):
+        assert events[0][1]["names"] == [".step-00000003.partial", ".step-00000000.deleting"]
+        assert newest == directory / "step-00000002"
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000001", "step-00000002"]
