@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import tarfile
 from pathlib import Path
 
@@ -88,3 +89,9 @@ def flip_bits(data: bytes, places: list[int]) -> bytes:
     for place in places:
         damaged[place // 8 % len(damaged)] ^= 1 << place % 8
     return bytes(damaged)
+
+
+def sent(source: Source) -> Source:
+    """The source as a spawned worker gets it."""
+    copy: Source = pickle.loads(pickle.dumps(source))
+    return copy

