@@ -1,6 +1,6 @@
 """One model of a library, on the meta device until it is filled: from safetensors, or with its initial values."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,26 @@ class Component:
     sources: dict[str, tuple[str, Source]]
     """Name in the module -> (name in the bare model, stored tensors), for those that are in the folder."""
 
-    def fill(self, device: torch.device) -> None:
+    def fill(self, device: torch.device, known: Mapping[str, torch.Tensor] | None = None) -> None:
         """Give every parameter and buffer of the module its value on ``device``; a DTensor gets this rank's slice.
 
-        Tied parameters stay one. To be called after sharding, once.
+        ``known`` are whole tensors by name in the module that are taken in place of stored or initial ones. Tied
+        parameters stay one. To be called after sharding, once.
         """
         for slots in _slots_by_tensor(self.module).values():
             names = [name for name, _, _ in slots]
             old = _get(slots[0])
             part = _local_part(old)
-            local = self._value(names, part).to(device=device, dtype=old.dtype).contiguous()
+            local = self._value(names, part, known or {}).to(device=device, dtype=old.dtype).contiguous()
             new = _like(old, local)
             for _, owner, attribute in slots:
                 held: dict[str, Any] = owner._parameters if attribute in owner._parameters else owner._buffers
                 held[attribute] = new
 
-    def _value(self, names: list[str], part: Slice) -> torch.Tensor:
+    def _value(self, names: list[str], part: Slice, known: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        for name in names:
+            if name in known:
+                return known[name][part.index()]
         stored = next((name for name in names if name in self.sources), None)
         if stored is None or self.folder is None:
             return self.initial.value(names[0])[part.index()]
