@@ -291,6 +291,35 @@ def test_a_directory_that_cannot_be_made_is_a_users_mistake_on_all_ranks(tmp_pat
     assert all(str(tmp_path / "file" / "checkpoints") in message for message in messages)
 
 
+def peer_dies_while_saving(directory: Path) -> None:
+    run = Run(directory, steps=1)
+    run.checkpoints.save(1, run.state(), final=True)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    run.checkpoints.save(2, run.state())
+    whole = run.checkpoints.finish()
+    (directory / "told.json").write_text(json.dumps([whole, run.events[-1]]))
+    os._exit(0)
+
+
+def test_a_dead_peer_ends_the_save_with_a_message_and_not_in_a_hang(tmp_path):
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            fork.Process(target=_rank_main, args=(rank, 2, folder, peer_dies_while_saving, (tmp_path,), 60.0))
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(30)
+            rank.kill()
+    whole, (kind, fields) = json.loads((tmp_path / "told.json").read_text())
+    assert not whole
+    assert kind == "checkpoint_failed"
+    assert "step 2 could not be saved" in fields["message"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "told.json"]
+
+
 # Damage
 
 
