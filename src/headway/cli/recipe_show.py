@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from headway.recipe import load_recipe, to_toml
-
 recipe_app = typer.Typer(name="recipe", help="Look at recipes.", no_args_is_help=True)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (.toml).", show_default=False)]
@@ -27,4 +25,6 @@ def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     Example: headway recipe show examples/demo.toml --set run.steps=10
     """
+    from headway.recipe import load_recipe, to_toml
+
     print(to_toml(load_recipe(recipe, overrides or ())), end="")

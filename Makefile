@@ -1,0 +1,39 @@
+# Everything a newcomer runs. A virtual environment is made in .venv with the pinned versions of constraints.txt.
+# PYTHON=python3.12 takes another interpreter, VENV=path another (or an existing) environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# Each extra is installed once: a stamp in the environment remembers it, and goes stale with the files that pin it.
+stamp = $(VENV)/.installed-$(1)
+install = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
+
+.PHONY: demo test lint bench soak clean
+
+demo: $(call stamp,demo) ## train a small text-to-image model on OpenMoji, draw samples, export it
+	$(BIN)/headway train examples/demo.toml --ranks 2 --export
+
+test: lint ## the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(call stamp,development)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(call stamp,benchmarks) ## speed and memory against other trainers: benchmarks/results
+	for benchmark in benchmarks/*.py; do $(BIN)/python $$benchmark || exit 1; done
+
+soak: $(call stamp,development) ## hours of random kills and faults
+	$(BIN)/python -m pytest -m soak --timeout 0
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(call stamp,demo) $(call stamp,development) $(call stamp,benchmarks): $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(call install,$*)
+	touch $@
