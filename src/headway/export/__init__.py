@@ -1,1 +1,5 @@
-"""export."""
+"""Weights out of a run: folders that diffusers and transformers load alone."""
+
+from headway.export.write import export_weights
+
+__all__ = ["export_weights"]

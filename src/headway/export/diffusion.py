@@ -1,0 +1,74 @@
+"""Diffusion models as pipeline folders of diffusers, and their adapters as it stores them."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+
+from headway.export.bare import without_adapters
+from headway.models import BuiltModel, adapter_state, lora_config
+from headway.recipe import FlowMatchingRecipe, ModelRecipe, Recipe
+
+
+def write_pipeline(recipe: Recipe, built: BuiltModel, folder: Path) -> str:
+    """The family's pipeline: denoiser, all text encoders and tokenizers, scheduler, and the VAE if there is one.
+
+    Returns the line of Python that loads it.
+    """
+    assert built.frozen is not None
+    model: Any = built.module
+    family = built.frozen.family
+    built.frozen.materialize(next(model.parameters()).device)
+    parts: dict[str, Any] = {
+        "transformer": without_adapters(model.transformer, recipe.model.lora),
+        "scheduler": make_scheduler(family.name, recipe),
+        "vae": built.frozen.vae.module if built.frozen.vae else None,
+    }
+    for name in (*family.required_encoders, *family.optional_encoders):
+        tokenizer = name.replace("text_encoder", "tokenizer")
+        frozen = built.frozen.encoders.get(name)
+        parts[name] = frozen.module if frozen else dict(model.text_encoders).get(name)
+        parts[tokenizer] = built.frozen.caption_tokens.tokenizers.get(name)
+        if parts[tokenizer] is not None:
+            parts[tokenizer].model_max_length = built.frozen.caption_tokens.max_lengths[name]
+    getattr(diffusers, family.pipeline_class)(**parts).save_pretrained(folder)
+    return _loading_line(parts)
+
+
+def _loading_line(parts: dict[str, Any]) -> str:
+    """Parts that the pipeline lacks must be named as None: diffusers takes their absence for a damaged folder."""
+    absent = "".join(f", {name}=None" for name, part in parts.items() if part is None)
+    return f"DiffusionPipeline.from_pretrained(folder{absent})"
+
+
+def write_adapters(recipe: ModelRecipe, built: BuiltModel, folder: Path) -> str:
+    """The denoiser's adapters alone. Returns the line of Python that loads them."""
+    assert built.frozen is not None
+    assert recipe.lora is not None
+    model: Any = built.module
+    pipeline = getattr(diffusers, built.frozen.family.pipeline_class)
+    pipeline.save_lora_weights(
+        folder,
+        transformer_lora_layers=adapter_state(model.transformer.state_dict()),
+        transformer_lora_adapter_metadata=lora_config(recipe.lora).to_dict(),
+    )
+    return "pipeline.load_lora_weights(folder)"
+
+
+def make_scheduler(family: str, recipe: Recipe) -> Any:
+    """The sampler of flow matching, with the recipe's shift of timesteps.
+
+    PixArt's pipelines need ``init_noise_sigma``, which only the multistep solver has beside flow matching.
+    """
+    assert isinstance(recipe.objective, FlowMatchingRecipe)
+    by_resolution = recipe.objective.shift == "resolution"
+    shift = 1.0 if by_resolution else float(recipe.objective.shift)
+    if family == "pixart":
+        return DPMSolverMultistepScheduler(
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=shift,
+            use_dynamic_shifting=by_resolution,
+        )
+    return FlowMatchEulerDiscreteScheduler(shift=shift, use_dynamic_shifting=by_resolution)
