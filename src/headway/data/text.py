@@ -62,7 +62,8 @@ class PackedText:
             self.store.tokens(int(order[place]), max(0, begin - int(starts[place])), end - int(starts[place]))
             for place in range(first, min(last, len(order)))
         ]
-        inside = np.unique(starts[first:last].clip(min=begin)) - begin
+        # A corrupt document begins where the next one does, and is no document.
+        inside = np.unique(np.maximum(starts[first:last], begin)) - begin
         return Sample(
             tokens=torch.from_numpy(np.concatenate(pieces)),
             document_starts=torch.from_numpy(inside),

@@ -45,12 +45,12 @@ class TokenStore:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        offsets: np.ndarray = np.load(self.folder / "offsets.npy", mmap_mode="r")
-        return offsets
+        return np.asarray(np.load(self.folder / "offsets.npy", mmap_mode="r"))
 
     @cached_property
     def _tokens(self) -> np.ndarray:
-        return np.memmap(self.folder / "tokens.bin", dtype="<u4", mode="r")
+        # A plain view, as each slice of a memmap would be a memmap, which takes ten times as long to make.
+        return np.asarray(np.memmap(self.folder / "tokens.bin", dtype="<u4", mode="r"))
 
     def tokens(self, document: int, begin: int = 0, end: int | None = None) -> np.ndarray:
         """int64: tokens [begin, end) of a document; the last token of a document is the tokenizer's end of document."""
