@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data import normal, uniform
+from headway.data import normal, normals, uniform
 from headway.data.randomness import permutation
 
 KEY = {"seed": 7, "stream": "noise", "position": 11, "step": 3}
@@ -125,3 +125,13 @@ def test_a_shape_is_filled_in_row_major_order():
     assert torch.equal(normal((3, 4, 5), **KEY).flatten(), normal((60,), **KEY))
     assert normal((3, 4, 5), **KEY).is_contiguous()
     assert normal((0, 4), **KEY).shape == (0, 4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(positions=st.lists(st.integers(0, 2**40), max_size=5), count=st.integers(0, 40), offset=st.integers(0, 40))
+def test_many_positions_at_once_are_those_of_each_alone(positions, count, offset):
+    key = {"seed": 7, "stream": "noise", "step": 3, "offset": offset}
+    together = normals((count, 2), positions=positions, **key)
+    assert together.shape == (len(positions), count, 2)
+    for row, position in zip(together, positions, strict=True):
+        assert torch.equal(row, normal((count, 2), position=position, **key))

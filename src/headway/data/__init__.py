@@ -3,7 +3,7 @@
 from headway.data.loader import Collate, Loader, accumulation
 from headway.data.open import open_sources
 from headway.data.order import SampleOrder
-from headway.data.randomness import normal, uniform
+from headway.data.randomness import normal, normals, uniform
 from headway.data.sample import BadRecord, Batch, Conversation, Sample
 from headway.data.source import Source, captions_of
 from headway.data.tokens import Tokenizer, open_tokenizer, word_tokenizer
@@ -21,6 +21,7 @@ __all__ = [
     "accumulation",
     "captions_of",
     "normal",
+    "normals",
     "open_sources",
     "open_tokenizer",
     "uniform",
