@@ -7,7 +7,8 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from headway.errors import UserError
 from headway.export import export_weights
@@ -140,6 +141,19 @@ def test_a_vision_language_folder_gives_the_same_logits(name: str, tmp_path: Pat
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ids).logits, built.module(input_ids=ids).logits)
+
+
+def test_a_vision_language_folder_keeps_its_processor(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    word_tokenizer().save_pretrained(source)
+    Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=1024).save_pretrained(source)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    recipe = recipe_of(VISION_LANGUAGE["qwen2_5_vl"].model_copy(update={"processor": source}))
+    export_weights(recipe, {}, tmp_path / "out")
+    assert AutoImageProcessor.from_pretrained(tmp_path / "out").patch_size == 4
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("a red heart").input_ids == [1, 4, 5, 8, 2]
+    assert tokenizer.chat_template == "{{ messages }}"
 
 
 def test_weights_are_written_in_the_dtype_asked_for(tmp_path: Path) -> None:

@@ -88,6 +88,24 @@ def test_tied_tensors_have_one_value() -> None:
     assert torch.equal(initial.value("lm_head.weight"), initial.value("model.embed_tokens.weight"))
 
 
+def test_what_is_drawn_twice_is_replayed_once() -> None:
+    def construct() -> nn.Module:
+        module = nn.Embedding(4, 4)  # normal_
+        with torch.no_grad():
+            module.weight.uniform_(5, 6)
+            module.weight[0].zero_()
+            module.weight.mul_(2)
+        return module
+
+    _, initial = record_construction(construct, 0)
+    value = initial.value("weight")
+    assert torch.equal(value[0], torch.zeros(4))
+    assert ((value[1:] >= 10) & (value[1:] <= 12)).all()
+    replayed = [o.function for o in initial._operations_of(initial._tensors["weight"].storage)]
+    assert torch.ops.aten.normal_.default not in replayed
+    assert torch.ops.aten.uniform_.default in replayed
+
+
 class _Odd(nn.Module):
     """Constructions that a naive recorder loses."""
 

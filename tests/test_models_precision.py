@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from headway.models import build_model, next_token_logits
+from headway.models import build_model, next_token_logits, vision_language_logits
 from headway.recipe import PrecisionRecipe
 from ranks import run_ranks
 from tiny_models import DIFFUSION, LANGUAGE, VISION_LANGUAGE, word_tokenizer
@@ -40,6 +40,35 @@ def _train_all() -> dict[str, list[str]]:
             if not (isinstance(p.grad, DTensor) and p.grad.dtype == torch.float32 and p.grad.placements == p.placements)
         ]
     return faults
+
+
+def _pictures_on_one_rank() -> dict[str, torch.Tensor]:
+    gradients = {}
+    mesh = init_device_mesh("cpu", (2,))
+    for name, recipe in VISION_LANGUAGE.items():
+        built = build_model(recipe, PrecisionRecipe(compute="float32"), seed=0)
+        for _, block in built.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(built.module, mesh=mesh)
+        built.materialize(torch.device("cpu"))
+        ids = torch.arange(12)[None].clone()
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
+        if torch.distributed.get_rank() == 0:
+            ids[0, 3:8] = torch.tensor([122, 120, 120, 120, 120])
+            inputs["mm_token_type_ids"][0, 4:8] = 1
+            inputs["pixel_values"] = torch.randn(16, 96)
+            inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        vision_language_logits(built.module, inputs).square().sum().backward()
+        tower = [p.grad.full_tensor().norm() for n, p in built.module.named_parameters() if ".visual." in n]
+        gradients[name] = torch.stack(tower)
+    return gradients
+
+
+def test_a_rank_without_pictures_takes_part_in_the_vision_towers_collectives() -> None:
+    first, second = run_ranks(2, _pictures_on_one_rank, timeout_s=60)
+    for name in VISION_LANGUAGE:
+        assert torch.equal(first[name], second[name])
+        assert (first[name] > 0).all()
 
 
 def test_all_families_train_in_bfloat16_on_two_ranks() -> None:

@@ -1,15 +1,25 @@
 """Language and vision-language models as folders of transformers, and their adapters as peft stores them."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from headway.export.bare import without_adapters
 from headway.models import BuiltModel, adapter_state, load_tokenizer, lora_config
 from headway.recipe import ModelRecipe
+
+# Copied as they are: AutoProcessor cannot read a processor with videos where torchvision is not installed.
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
 
 
 def write_model(recipe: ModelRecipe, built: BuiltModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -19,14 +29,16 @@ def write_model(recipe: ModelRecipe, built: BuiltModel, folder: Path, tokenizer:
         model.generation_config = GenerationConfig.from_pretrained(recipe.path / recipe.subfolder)
     model.save_pretrained(folder)
     source = recipe.processor or recipe.path
-    if built.family == "vision_language" and source is not None and (source / "preprocessor_config.json").exists():
-        AutoProcessor.from_pretrained(source, local_files_only=True).save_pretrained(folder)
-    elif tokenizer is not None:
+    if built.family == "vision_language" and source is not None:
+        for file in (source / name for name in PROCESSOR_FILES):
+            if file.exists():
+                shutil.copy(file, folder)
+    if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     elif isinstance(recipe.tokenizer, Path):
         load_tokenizer(recipe.tokenizer).save_pretrained(folder)
-    elif recipe.path is not None and (recipe.path / "tokenizer_config.json").exists():
-        load_tokenizer(recipe.path).save_pretrained(folder)
+    elif source is not None and (source / "tokenizer_config.json").exists():
+        load_tokenizer(source).save_pretrained(folder)
     return f"{recipe.class_name}.from_pretrained(folder)"
 
 

@@ -17,6 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 CPU = torch.device("cpu")
+# In-place operators whose result does not depend on what was there before.
+OVERWRITING = (
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.uniform_.default,
+    torch.ops.aten.zero_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.copy_.default,
+)
 
 
 class StorageView(NamedTuple):
@@ -38,6 +46,8 @@ class Operation(NamedTuple):
     outputs: list[StorageView | None]
     reads: frozenset[int]
     writes: frozenset[int]
+    overwritten: int | None
+    """The storage of which nothing older is left after the operation, if there is one."""
 
 
 class InitialValues:
@@ -73,11 +83,15 @@ class InitialValues:
 
     def _operations_of(self, storage: int) -> list[Operation]:
         """The operations that decide what a storage holds in the end, in the order they ran."""
-        wanted, needed = {storage}, []
+        wanted, settled, needed = {storage}, set[int](), []
         for operation in reversed(self._operations):
-            if operation.writes & wanted:
+            makes = {window.storage for window in operation.outputs if window is not None} - operation.reads
+            # What is written over later need not be drawn: libraries draw most weights twice.
+            if (operation.writes - settled | makes) & wanted:
                 needed.append(operation)
                 wanted |= operation.reads
+                if operation.overwritten is not None:
+                    settled.add(operation.overwritten)
         return needed[::-1]
 
 
@@ -125,6 +139,13 @@ class _Recorder(TorchDispatchMode):
         self._storages.setdefault(storage._cdata, storage)
         return StorageView(storage._cdata, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
+    @staticmethod
+    def _overwritten(function: Any, args: tuple[Any, ...]) -> int | None:
+        if function not in OVERWRITING or not args[0].is_meta:
+            return None
+        storage = args[0].untyped_storage()
+        return storage._cdata if args[0].nbytes == storage.nbytes() else None
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
@@ -138,8 +159,9 @@ class _Recorder(TorchDispatchMode):
         if made | changed:
             arguments, keywords = tree_map_only(torch.Tensor, self.describe, (args, kwargs))
             windows = [self.describe(t) if t.is_meta else None for t in outputs]
+            whole = self._overwritten(function, args)
             self.operations.append(
-                Operation(function, arguments, keywords, windows, frozenset(read), frozenset(made | changed))  # type: ignore[arg-type]
+                Operation(function, arguments, keywords, windows, frozenset(read), frozenset(made | changed), whole)  # type: ignore[arg-type]
             )
         return result
 
