@@ -1,5 +1,7 @@
 """FLOPs counted from the real program: equal to closed formulas, on meta as in a real run."""
 
+from functools import partial
+
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel, SanaTransformer2DModel, WanTransformer3DModel
@@ -210,6 +212,28 @@ def test_a_vision_tower_that_reads_sizes_from_values_counts_on_meta_as_it_runs()
     counted = count_language(vision_language("meta"), on_meta(inputs))
     assert counted == count_language(vision_language("cpu"), inputs)
     assert counted.backward > counted.forward > 0
+
+
+class BlankPicture(nn.Module):
+    """What a rank without pictures shows to the vision tower: one whose size it writes down itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, like: Tensor) -> Tensor:
+        grid = torch.tensor([[1, 4, 4]], device=like.device)
+        pixels = torch.zeros(16, 96, device=like.device)
+        return self.model.model.get_image_features(pixels, grid, return_dict=True).pooler_output[0].sum()
+
+
+def test_sizes_that_a_model_writes_down_itself_keep_their_values():
+    counts = []
+    for device in ("meta", "cpu"):
+        model, like = BlankPicture(vision_language(device)), torch.ones(1, device=device)
+        counts.append(count_flops(partial(model, like), model))
+    assert counts[0] == counts[1]
+    assert counts[0].forward > 0
 
 
 def test_micro_batches_are_counted_once_a_shape_and_pictures_by_their_sizes():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
@@ -50,7 +51,7 @@ def count_flops(forward_and_loss: Callable[[], Tensor], model: nn.Module) -> Flo
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     try:
-        with _Counter() as counter:
+        with _WrittenIntegers(), _Counter() as counter:
             loss = forward_and_loss()
             counter.phase = "backward"
             if loss.requires_grad:
@@ -135,6 +136,19 @@ class _Counter(TorchDispatchMode):
             again = self.phase == "backward" and torch.is_grad_enabled()
             self.counts["recomputed" if again else self.phase] += formula(*args, **kwargs, out_val=result)
         return result
+
+
+class _WrittenIntegers(TorchFunctionMode):
+    """Lets ``torch.tensor([1, 2], device=meta)`` keep its values: no operator that the counter sees makes it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
+            written = func(*args, **kwargs | {"device": "cpu"})
+            return written.to("meta") if written.is_floating_point() else written
+        return func(*args, **kwargs)
 
 
 def _on_one_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
