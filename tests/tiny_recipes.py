@@ -29,7 +29,22 @@ def image_folder(folder: Path, count: int = 24, side: int = 16) -> Path:
 
 def text_file(path: Path, documents: int = 60) -> Path:
     """Documents of very unequal length."""
-    words = "the quick brown fox jumps over a lazy dog while seven wizards quietly box".split()
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "while",
+        "seven",
+        "wizards",
+        "quietly",
+        "box",
+    ]
     draw = random.Random(3)
     lines = [{"text": " ".join(draw.choices(words, k=draw.choice([1, 2, 5, 20, 60])))} for _ in range(documents)]
     path.write_text("\n".join(json.dumps(line) for line in lines))
@@ -115,7 +130,14 @@ def text_recipe(file: Path, directory: Path, **sections: dict[str, Any]) -> Reci
 
 def _recipe(document: dict[str, Any], directory: Path, sections: dict[str, dict[str, Any]]) -> Recipe:
     defaults: dict[str, dict[str, Any]] = {
-        "run": {"steps": 20, "global_batch": 8, "micro_batch": 2, "directory": str(directory), "seed": 7, "device": "cpu"},
+        "run": {
+            "steps": 20,
+            "global_batch": 8,
+            "micro_batch": 2,
+            "directory": str(directory),
+            "seed": 7,
+            "device": "cpu",
+        },
         "optim": {"lr": 3e-3, "eps": 1e-3, "schedule": "constant"},
         "precision": {"compute": "float32"},
         "ema": {"decays": [0.9]},

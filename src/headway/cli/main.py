@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import headway
+from headway.cli.export import export
 from headway.cli.recipe_show import recipe_app
 from headway.cli.train import train
 from headway.errors import RunFailed, UserError
@@ -21,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(train)
+app.command()(export)
 app.add_typer(recipe_app, name="recipe")
 
 

@@ -22,7 +22,16 @@ def main() -> int:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        torchrun(["--standalone", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1", "-m", "headway.cli.main", *arguments])
+        torchrun(
+            [
+                "--standalone",
+                f"--nproc-per-node={ranks}",
+                "--local-addr=127.0.0.1",
+                "-m",
+                "headway.cli.main",
+                *arguments,
+            ]
+        )
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         if first.exitcode < 0:

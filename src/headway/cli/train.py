@@ -1,14 +1,14 @@
 """``headway train``: from a recipe to a run directory, on one rank or many."""
 
 import os
-import sys
+import shutil
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headway.cli.launcher import exit_code, launch
+from headway.cli.recipe_show import Overrides, RecipeFile
 from headway.errors import RunFailed, UserError
 from headway.recipe import Recipe, load_recipe
 
@@ -17,9 +17,9 @@ OTHER_RANKS_WAIT_S = 3.0
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (.toml).", show_default=False)],
+    recipe: RecipeFile,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine; more than one starts torchrun.")] = 1,
-    set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe.")] = [],  # noqa: B006
+    overrides: Overrides = None,
     export: Annotated[bool, typer.Option("--export", help="Export the trained weights at the end.")] = False,
 ) -> None:
     """Train a model. Start it again to go on from the newest good checkpoint of its run directory.
@@ -29,7 +29,7 @@ def train(
     SIGTERM, SIGUSR1 and Ctrl-C end the run after the step at hand, with a checkpoint; it exits with 75 (130 after
     Ctrl-C), and the same command goes on from there. Inside torchrun or srun it is one of their ranks.
     """
-    resolved = load_recipe(recipe, set_)
+    resolved = load_recipe(recipe, overrides or ())
     if "RANK" in os.environ:
         raise typer.Exit(_as_one_rank(resolved))
     from headway.train import clear_request
@@ -38,15 +38,15 @@ def train(
     if ranks == 1:
         code = _as_one_rank(resolved)
     else:
-        overrides = [part for override in set_ for part in ("--set", override)]
-        code = launch(ranks, ["train", str(recipe), *overrides], resolved.run.directory)
+        sets = [part for override in overrides or () for part in ("--set", override)]
+        code = launch(ranks, ["train", str(recipe), *sets], resolved.run.directory)
     if code == 0:
         _finish(resolved, export)
     raise typer.Exit(code)
 
 
 def _as_one_rank(recipe: Recipe) -> int:
-    """Run this process's part; under torchrun a stopped rank ends with 0, since torchrun would call all else a failure."""
+    """Run this process's part; a stopped rank of torchrun ends with 0, as torchrun calls all else a failure."""
     from headway.parallel import start_ranks
     from headway.train import run_recipe
 
@@ -63,15 +63,21 @@ def _as_one_rank(recipe: Recipe) -> int:
 
 def _finish(recipe: Recipe, export: bool) -> None:
     """Export if asked, then show what the run came to."""
-    from headway.train import show_summary
+    from headway.cli.export import export_run
+    from headway.train import RunConsole, summarise
 
-    paths = {"run": recipe.run.directory}
-    grids = sorted((recipe.run.directory / "samples").glob("*.png"))
+    directory = recipe.run.directory
+    paths = {"run": str(directory)}
+    grids = sorted((directory / "samples").glob("*.png"))
     if grids:
-        paths["samples"] = grids[-1]
+        paths["samples"] = str(grids[-1])
     if export:
-        from headway.cli.export import export_run
-
-        paths["exported"] = export_run(recipe.run.directory, recipe.run.directory / "export", decay="auto")
-    show_summary(recipe, paths)
-    sys.stdout.flush()
+        folder = directory / "export"
+        shutil.rmtree(folder, ignore_errors=True)
+        decay = max(recipe.ema.decays, default=None)
+        line = export_run(directory, folder, decay)
+        weights = "live weights" if decay is None else f"averages of decay {decay}"
+        paths["exported"] = f"{folder} ({weights})"
+        paths["load it with"] = line
+    console = RunConsole(recipe.run.steps)
+    console.summary(summarise(directory), paths)

@@ -38,7 +38,9 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: Literal["none", "f
 
 
 def _checkpointed(forward: Any, selective: bool) -> Any:
-    context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+    context: dict[str, Any] = (
+        {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+    )
 
     @functools.wraps(forward)
     def recomputing_forward(*arguments: Any, **keywords: Any) -> Any:

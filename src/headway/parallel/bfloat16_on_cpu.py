@@ -1,8 +1,8 @@
 """bfloat16 matrix products on processors without bfloat16 instructions, at close to float32 speed.
 
-There PyTorch's own bfloat16 products take several times as long as float32 ones (benchmarks/bfloat16_on_cpu.py). A product of two
-bfloat16 numbers is exact in float32, so a float32 product of the same operands, rounded once at the end, is what a
-tensor core computes: the same numbers up to the order of summation.
+There PyTorch's own bfloat16 products take several times as long as float32 ones (benchmarks/bfloat16_on_cpu.py). A
+product of two bfloat16 numbers is exact in float32, so a float32 product of the same operands, rounded once at the end,
+is what a tensor core computes: the same numbers up to the order of summation.
 """
 
 import warnings

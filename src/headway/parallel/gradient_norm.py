@@ -4,11 +4,10 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's part of every gradient, without copies."""
     return [
         parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -17,7 +16,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     ]
 
 
-def squared_norm_share(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+def squared_norm_share(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """This rank's share of the squared gradient norm: a float64 scalar on the gradients' device.
 
     Summed over all ranks it is the square of the norm that a single device would compute: what r ranks hold alike
@@ -31,7 +30,7 @@ def squared_norm_share(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return (norms.square() * shares.to(norms.device, non_blocking=True)).sum()
 
 
-def _holders(parameter: nn.Parameter) -> int:
+def _holders(parameter: torch.Tensor) -> int:
     """How many ranks hold the same part of this gradient."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
@@ -43,7 +42,7 @@ def _holders(parameter: nn.Parameter) -> int:
     )
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float | None) -> None:
+def clip_gradients(parameters: Iterable[torch.Tensor], norm: float, limit: float | None) -> None:
     """Scale every gradient by ``limit / norm`` when ``norm`` (of the whole model) exceeds ``limit``."""
     if limit is not None and norm > limit:
         torch._foreach_mul_(local_gradients(parameters), limit / norm)

@@ -20,7 +20,6 @@ class LoraRecipe(Section):
 
     rank: PositiveInt = 16
     alpha: float = 16.0
-    dropout: Literal[0.0] = 0.0
     targets: list[str] = Field(default=["to_q", "to_k", "to_v", "to_out.0"], min_length=1)
 
 
@@ -127,15 +126,15 @@ class VisionLanguageRecipe(Section):
     ignore_index: int = -100
 
 
-ObjectiveRecipe = Annotated[
-    FlowMatchingRecipe | NextTokenRecipe | VisionLanguageRecipe, Field(discriminator="kind")
-]
+ObjectiveRecipe = Annotated[FlowMatchingRecipe | NextTokenRecipe | VisionLanguageRecipe, Field(discriminator="kind")]
 
 
 class DataRecipe(Section):
     """Where samples come from. A sample's place is a global index, independent of ranks and workers."""
 
-    kind: Literal["openmoji", "image_folder", "video_folder", "webdataset", "parquet", "jsonl_text", "jsonl_conversations"]
+    kind: Literal[
+        "openmoji", "image_folder", "video_folder", "webdataset", "parquet", "jsonl_text", "jsonl_conversations"
+    ]
     path: Path | None = None
     """File, folder or glob; openmoji needs none."""
     validation_path: Path | None = None
@@ -193,7 +192,7 @@ class OptimRecipe(Section):
 
 
 class PrecisionRecipe(Section):
-    """Dtypes: master weights and optimizer in ``master``, forward and backward in ``compute``, reduction in ``reduce``."""
+    """Dtypes of the weights and optimizer, of forward and backward, and of gradient reduction."""
 
     master: Literal["float32", "bfloat16"] = "float32"
     compute: Literal["float32", "bfloat16"] = "bfloat16"
@@ -299,7 +298,8 @@ class Recipe(Section):
     def _batch_divides(self) -> Self:
         if self.run.global_batch % self.run.micro_batch:
             raise ValueError(
-                f"run.global_batch = {self.run.global_batch} is not a multiple of run.micro_batch = {self.run.micro_batch}"
+                f"run.global_batch = {self.run.global_batch} is not a multiple of "
+                f"run.micro_batch = {self.run.micro_batch}"
             )
         return self
 

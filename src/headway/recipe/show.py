@@ -16,7 +16,9 @@ def _table(table: dict[str, Any], prefix: str) -> str:
     values = {key: value for key, value in table.items() if key not in tables}
     text = f"\n[{prefix}]\n" if prefix and (values or not tables) else ""
     text += "".join(f"{_key(key)} = {_literal(value)}\n" for key, value in values.items())
-    return text + "".join(_table(value, f"{prefix}.{_key(key)}" if prefix else _key(key)) for key, value in tables.items())
+    return text + "".join(
+        _table(value, f"{prefix}.{_key(key)}" if prefix else _key(key)) for key, value in tables.items()
+    )
 
 
 def _key(key: str) -> str:

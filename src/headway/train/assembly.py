@@ -1,24 +1,15 @@
 """From a recipe to everything that takes its steps: data, model in its layout, objective, optimizers, averages."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from headway.data import (
-    Batch,
-    Collate,
-    SampleOrder,
-    Source,
-    Tokenizer,
-    captions_of,
-    open_sources,
-    open_tokenizer,
-    word_tokenizer,
-)
+from headway.data import Batch, Collate, Source, Tokenizer, open_sources, open_tokenizer
 from headway.errors import UserError
 from headway.models import BuiltModel, DenoisingModel, build_model
 from headway.parallel import (
@@ -30,12 +21,15 @@ from headway.parallel import (
     has_bfloat16_instructions,
     shard,
 )
-from headway.recipe import FlowMatchingRecipe, NextTokenRecipe, Recipe
+from headway.recipe import FlowMatchingRecipe, NextTokenRecipe, Recipe, VisionLanguageRecipe
 from headway.train.ema import Ema
+from headway.train.flops import MicroBatchFlops
 from headway.train.objectives.flow_matching import FlowMatching, FlowMatchingCollate, timestep_shift
 from headway.train.objectives.next_token import NextToken, NextTokenCollate
+from headway.train.objectives.vision_language import VisionLanguage, VisionLanguageCollate, open_processor
 from headway.train.optimizers import build_optimizers
 from headway.train.sampling import Sampler
+from headway.train.vocabulary import make_tokenizers
 
 
 class Objective(Protocol):
@@ -64,6 +58,7 @@ class Assembly:
     validation_collate: Collate
     optimizers: list[torch.optim.Optimizer]
     ema: Ema
+    flops: MicroBatchFlops
     sampler: Sampler | None
     """Of diffusion models with prompts to draw."""
 
@@ -73,20 +68,17 @@ class Assembly:
         return self.built.module
 
 
-def assemble(recipe: Recipe, ranks: Ranks, cache: Path) -> Assembly:
+def assemble(recipe: Recipe, ranks: Ranks, directory: Path) -> Assembly:
     """Open the data, build, lay out and fill the model, and make what trains it. Raises UserError.
 
-    Every rank must call it. ``cache`` is where indexes of the data go when the recipe names no place.
+    Every rank must call it. ``directory`` keeps tokenizers made from captions, and indexes of the data when the recipe
+    names no other place for them.
     """
     tokenizer = _language_tokenizer(recipe)
     training, validation = open_sources(
-        recipe.data, cache=recipe.data.cache or cache / "data", tokenizer=tokenizer, seed=recipe.run.seed
+        recipe.data, cache=recipe.data.cache or directory / "data", tokenizer=tokenizer, seed=recipe.run.seed
     )
-    made = {
-        name: word_tokenizer(captions_of(training), encoder.max_length)
-        for name, encoder in recipe.model.text_encoders.items()
-        if encoder.tokenizer == "words"
-    }
+    made = make_tokenizers(recipe.model, training, directory, write=ranks.is_first)
     built = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
     _lay_out(recipe, built, ranks)
     objective, collate, validation_collate = _objective(recipe, built, tokenizer)
@@ -102,6 +94,7 @@ def assemble(recipe: Recipe, ranks: Ranks, cache: Path) -> Assembly:
         validation_collate=validation_collate,
         optimizers=build_optimizers(built.module, recipe.optim, matrices),
         ema=Ema(built.module, recipe.ema),
+        flops=_flops(recipe, made, tokenizer),
         sampler=_sampler(recipe, built, ranks),
     )
 
@@ -119,9 +112,15 @@ def _lay_out(recipe: Recipe, built: BuiltModel, ranks: Ranks) -> None:
     built.module.train()
 
 
-def _objective(
-    recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer | None
-) -> tuple[Objective, Collate, Collate]:
+def _flops(recipe: Recipe, made: Mapping[str, Any], tokenizer: Tokenizer | None) -> MicroBatchFlops:
+    """Counts what a micro-batch costs on a second, whole copy of the model that stays on meta."""
+    copy = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
+    checkpoint_activations([block for _, block in copy.blocks], recipe.memory.activation_checkpointing)
+    objective, _, _ = _objective(recipe, copy, tokenizer)
+    return MicroBatchFlops(copy.module, lambda tensors: objective.loss(copy.module, Batch(tensors, positions=[])))
+
+
+def _objective(recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer | None) -> tuple[Objective, Collate, Collate]:
     """The objective, and how its micro-batches are made for training and for validation."""
     match recipe.objective:
         case FlowMatchingRecipe() as flow_matching:
@@ -132,7 +131,8 @@ def _objective(
                 next_token, recipe.data.sequence_length, recipe.data.packing, pad_token=tokenizer.padding
             )
             return NextToken(next_token), collate, collate
-    raise UserError(f"objective.kind = {recipe.objective.kind!r} cannot train {recipe.model.class_name}")
+        case VisionLanguageRecipe() as vision_language:
+            return _vision_language(recipe, vision_language, built)
 
 
 def _flow_matching(
@@ -141,18 +141,33 @@ def _flow_matching(
     if built.frozen is None:
         raise UserError(f"objective.kind = 'flow_matching' needs a diffusion model, not {recipe.model.class_name}")
     shape = built.frozen.latent_shape(recipe.data.resolution, recipe.data.frames)
-    collates = [
-        FlowMatchingCollate(
-            objective=objective,
-            seed=recipe.run.seed,
-            purpose=purpose,
-            latent_shape=shape,
-            posterior=built.frozen.vae is not None,
-            caption_tokens=built.frozen.caption_tokens,
+    collate = FlowMatchingCollate(
+        objective=objective,
+        seed=recipe.run.seed,
+        purpose="train",
+        latent_shape=shape,
+        posterior=built.frozen.vae is not None,
+        caption_tokens=built.frozen.caption_tokens,
+    )
+    tokens = _image_tokens(built.module, shape)
+    return FlowMatching(objective, built.frozen, tokens), collate, replace(collate, purpose="validation")
+
+
+def _vision_language(
+    recipe: Recipe, objective: VisionLanguageRecipe, built: BuiltModel
+) -> tuple[Objective, Collate, Collate]:
+    folder = recipe.model.processor or recipe.model.path
+    if built.family != "vision_language" or folder is None:
+        raise UserError(
+            "objective.kind = 'vision_language' needs a vision-language model and its processor: model.class_name is "
+            f"{recipe.model.class_name}, model.processor is {folder}"
         )
-        for purpose in ("train", "validation")
-    ]
-    return FlowMatching(objective, built.frozen, _image_tokens(built.module, shape)), *collates
+    tokenizer, image_processor = open_processor(folder)
+    config: Any = built.module.config
+    collate = VisionLanguageCollate(
+        objective, tokenizer, image_processor, config.image_token_id, recipe.data.sequence_length
+    )
+    return VisionLanguage(objective), collate, collate
 
 
 def _sampler(recipe: Recipe, built: BuiltModel, ranks: Ranks) -> Sampler | None:
@@ -173,7 +188,8 @@ def _sampler(recipe: Recipe, built: BuiltModel, ranks: Ranks) -> Sampler | None:
 def _image_tokens(module: nn.Module, latent_shape: tuple[int, ...]) -> int:
     """Tokens that the transformer makes of one sample's latents (C, [F,] H, W)."""
     assert isinstance(module, DenoisingModel)
-    size = module.transformer.config.patch_size
+    config: Any = module.transformer.config
+    size = config.patch_size
     patch = tuple(size) if isinstance(size, list | tuple) else (size, size)
     return math.prod(latent_shape[1:]) // (math.prod(patch) * module.family.patch**2)
 

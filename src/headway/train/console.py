@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -91,7 +90,7 @@ class RunConsole:
     def message(self, text: str, style: str = "info") -> None:
         """Print something worth a person's eye, above the bar. ``style``: info, good, warning or error."""
         mark = {"warning": "warning: ", "error": "error: "}.get(style, "")
-        self._console.print(Text(mark + text, style=STYLES[style]))
+        self._console.print(Text(mark + text, style=STYLES[style]), soft_wrap=True)
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Show an event of the run that is worth a person's eye; the rest is in ``events.jsonl``."""
@@ -121,7 +120,7 @@ class RunConsole:
         """Show a validation loss measured after ``steps_done`` steps."""
         self.message(f"validation loss {loss:.4f} after {steps_done} steps")
 
-    def summary(self, summary: RunSummary, paths: Mapping[str, Path], title: str = "The run") -> None:
+    def summary(self, summary: RunSummary, paths: Mapping[str, str], title: str = "The run") -> None:
         """Print the table that a run ends with: what it came to, and where its results lie."""
         self.close()
         table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
@@ -130,7 +129,7 @@ class RunConsole:
         for name, value in _summary_rows(summary, self._sample_name):
             table.add_row(name, value)
         for name, path in paths.items():
-            table.add_row(name, escape(str(path)))
+            table.add_row(name, escape(path))
         self._console.print(table, highlight=False)
 
     def _picture(self) -> Group:

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from headway.cluster import accelerator_of_device
 from headway.data import Batch, Loader, SampleOrder
 from headway.parallel import Ranks, data_parallel_sizes
 from headway.recipe import Recipe
 from headway.train.assembly import assemble
 from headway.train.checkpoints import Checkpoints
 from headway.train.console import RunConsole
+from headway.train.flops import utilisation
 from headway.train.metrics import MetricsWriters, require_installed
 from headway.train.picture_grid import save_grid
 from headway.train.run_directory import RunDirectory
@@ -19,6 +23,7 @@ from headway.train.stop import StopSignals, clear_request
 from headway.train.throughput import StepTimer, peak_memory_gib
 from headway.train.trainer import StepResult, Trainer
 from headway.train.validation import validation_loader
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -57,13 +62,17 @@ class _Run:
         self.stop = stop
         self.directory = RunDirectory(recipe.run.directory, ranks.rank)
         self.checkpoints = Checkpoints(
-            self.directory.checkpoints, recipe.checkpoint, lambda kind, fields: self.event(kind, **fields)
+            self.directory.checkpoints,
+            recipe.checkpoint,
+            lambda kind, fields: self.event(kind, **fields),
+            timeout_s=recipe.run.timeout_s,
         )
         self.parts = assemble(recipe, ranks, self.directory.path)
         self.trainer = Trainer(recipe, self.parts, lambda: stop.pending() is not None, self.event)
         self.resume()
         self.writers = MetricsWriters(recipe, self.directory, self.trainer.progress.step)
         self.timer = StepTimer()
+        self.peak_tflops = _peak_tflops(recipe, ranks)
         self.samples_file: Path | None = None
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -83,7 +92,9 @@ class _Run:
         if newest is None:
             self.event("started", step=0, ranks=self.ranks.world)
         else:
-            self.event("resumed", step=step, ranks=self.ranks.world, message=f"resumed from {newest}, after step {step}")
+            self.event(
+                "resumed", step=step, ranks=self.ranks.world, message=f"resumed from {newest}, after step {step}"
+            )
 
     def description(self) -> dict[str, str]:
         """What runs, for the eyes of a person."""
@@ -152,6 +163,7 @@ class _Run:
             return
         times = self.timer.read()
         progress = self.trainer.progress
+        tflops, mfu, hfu = self.utilisation(result, times.step_time_s)
         line = {
             "step": done - 1,
             "loss": result.loss,
@@ -163,10 +175,21 @@ class _Run:
             "tokens": progress.tokens,
             "tokens_per_s": times.tokens_per_s,
             "samples_per_s": times.samples_per_s,
+            "tflops_per_device": tflops,
+            "mfu": mfu,
+            "hfu": hfu,
             "peak_memory_gib": peak_memory_gib(self.ranks.device),
         }
         self.writers.training(line)
         self.console.training(line)
+
+    def utilisation(self, result: StepResult, step_time_s: float) -> tuple[float | None, float | None, float | None]:
+        """TFLOP/s a device, MFU and HFU, taking this step's operations for those of all steps since the last line."""
+        if result.flops is None:
+            return None, None, None
+        tflops, mfu, hfu = utilisation(result.flops, step_time_s, self.peak_tflops)
+        world = self.ranks.world
+        return tflops / world, mfu and mfu / world, hfu and hfu / world
 
     def validate(self) -> None:
         """Measure, write down and show the validation loss of the live weights, when there is validation data."""
@@ -236,6 +259,14 @@ class _Run:
             if micro_batches is None:
                 return
             yield micro_batches
+
+
+def _peak_tflops(recipe: Recipe, ranks: Ranks) -> float | None:
+    """Dense peak of the accelerator in the compute precision, where the catalogue has it."""
+    if ranks.device.type != "cuda":
+        return None
+    accelerator = accelerator_of_device(torch.cuda.get_device_name(ranks.device))
+    return accelerator.peak_tflops(recipe.precision.compute) if accelerator else None
 
 
 def _due(done: int, every: int) -> bool:

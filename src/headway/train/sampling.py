@@ -1,6 +1,7 @@
-"""Pictures and videos drawn from the model with its live or averaged weights, on all ranks, without gathering the model."""
+"""Pictures and videos drawn from the sharded model on all ranks, without gathering it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ class Sampler:
             normal(self.latent_shape, seed=self.recipe.seed, stream="sample.noise", position=n, step=0) for n in numbers
         ]
         latents = torch.stack(noise).to(device)
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=self.shift)
+        scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=self.shift)
         scheduler.set_timesteps(self.recipe.steps, device=device)
         for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
             noisy = torch.cat([latents, latents]) if guided else latents

@@ -13,6 +13,7 @@ from headway.errors import RunFailed
 from headway.parallel import clip_gradients, reduce_gradients, squared_norm_share
 from headway.recipe import Recipe
 from headway.train.assembly import Assembly
+from headway.train.flops import Flops
 from headway.train.optimizers import load_optimizer_state, optimizer_state, set_learning_rate
 from headway.train.schedules import learning_rate_factor
 from headway.train.sharded import trainable_parameters
@@ -48,6 +49,8 @@ class StepResult:
     samples: int
     tokens: int
     bad_records: int
+    flops: Flops | None
+    """Of all ranks together; None where the model cannot be counted."""
     skipped: bool
     stop: bool
 
@@ -66,6 +69,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.model = self.parts.model
         self.parameters = list(trainable_parameters(self.model).values())
+        self._countable = True
         self.lr_factor = learning_rate_factor(self.recipe.optim, self.recipe.run.steps)
 
     def step(self, micro_batches: list[Batch]) -> StepResult:
@@ -75,11 +79,11 @@ class Trainer:
         """
         number = self.progress.step
         batches = [batch.to(self.parts.ranks.device, non_blocking=True) for batch in micro_batches]
-        counts = self._counts(batches)
+        counts = self._counts(batches, self._flops(micro_batches))
         losses = self._accumulate_gradients(number, batches, weight=counts[0])
         totals = torch.stack([torch.stack(losses).double().sum(), squared_norm_share(self.parameters).to(counts)])
         dist.all_reduce(totals)
-        loss_sum, squared_norm, weight, samples, tokens, bad_records, stop = self.read_on_host(
+        loss_sum, squared_norm, weight, samples, tokens, bad_records, stop, *flops = self.read_on_host(
             torch.cat([totals, counts])
         )
         loss = loss_sum / weight if weight else math.nan
@@ -94,13 +98,23 @@ class Trainer:
             self.parts.ema.update(number)
         for optimizer in self.parts.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        result = StepResult(loss, norm, factor * self.recipe.optim.lr, int(samples), int(tokens), int(bad_records), skipped, stop > 0)
+        result = StepResult(
+            loss=loss,
+            grad_norm=norm,
+            lr=factor * self.recipe.optim.lr,
+            samples=int(samples),
+            tokens=int(tokens),
+            bad_records=int(bad_records),
+            flops=Flops(*map(int, flops)) if all(map(math.isfinite, flops)) else None,
+            skipped=skipped,
+            stop=stop > 0,
+        )
         self._report(number, result, batches, losses)
         self._advance(result)
         return result
 
-    def _counts(self, batches: list[Batch]) -> torch.Tensor:
-        """Over the global batch: weight, samples, tokens, corrupt records, ranks that want to stop. float64 (5,)."""
+    def _counts(self, batches: list[Batch], flops: list[float]) -> torch.Tensor:
+        """Over the global batch: weight, samples, tokens, corrupt records, ranks that want to stop, FLOPs (8,)."""
         objective = self.parts.objective
         weight = torch.stack([objective.weight(batch) for batch in batches]).double().sum()
         known = [
@@ -108,10 +122,25 @@ class Trainer:
             sum(objective.tokens(batch) for batch in batches),
             sum(len(batch.bad_records) for batch in batches),
             self.stop_requested(),
+            *flops,
         ]
         counts = torch.cat([weight.view(1), torch.tensor(known, dtype=torch.float64).to(weight.device)])
         dist.all_reduce(counts)
         return counts
+
+    def _flops(self, batches: list[Batch]) -> list[float]:
+        """Forward, backward and recomputed FLOPs of this rank; NaN once the model turned out not to be countable."""
+        if not self._countable:
+            return [math.nan] * 3
+        try:
+            parts = [self.parts.flops(batch.tensors) for batch in batches]
+        except Exception as error:  # any model's code may refuse to run on meta; training does not depend on it
+            self._countable = False
+            self.on_event("flops_unknown", message=f"no FLOPs are shown: the model does not run on meta ({error})")
+            return [math.nan] * 3
+        return [
+            float(sum(values)) for values in zip(*((f.forward, f.backward, f.recomputed) for f in parts), strict=True)
+        ]
 
     def _accumulate_gradients(self, number: int, batches: list[Batch], weight: torch.Tensor) -> list[torch.Tensor]:
         """Gradient of (Σ loss over the global batch / weight); returns each micro-batch's loss sum.

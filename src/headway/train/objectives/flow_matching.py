@@ -1,4 +1,4 @@
-"""Flow matching: the model predicts the velocity from data to noise (Lipman et al. 2022; Esser et al. 2024, section 2)."""
+"""Flow matching: the model predicts the velocity from data to noise (Lipman et al. 2022; Esser et al. 2024)."""
 
 import math
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class FlowMatchingCollate:
     caption_tokens: CaptionTokens
 
     def __call__(self, samples: list[Sample], positions: list[int], step: int) -> dict[str, torch.Tensor]:
-        """Batch of ``pixels`` uint8 (B, 3, [F,] H, W), ``noise`` and ``timestep_draw`` float32, ``tokens.*`` int64 (B, L)."""
+        """``pixels`` uint8 (B, 3, [F,] H, W), ``noise`` and ``timestep_draw`` float32, ``tokens.*`` int64 (B, L)."""
         pictures = [sample.image if sample.image is not None else sample.video for sample in samples]
         captions = [
             "" if self._dropped(position, step) else sample.caption or ""

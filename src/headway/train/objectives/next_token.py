@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from headway.data import Batch, Sample
+from headway.models import next_token_logits
 from headway.recipe import NextTokenRecipe, VisionLanguageRecipe
 
 PAD_MULTIPLE = 64
@@ -29,7 +30,7 @@ class NextTokenCollate:
         token of a document predicts nothing: the next document's first token cannot be known from it.
         """
         rows = [self._row(sample) for sample in samples]
-        length = self.sequence_length if self.packing else _rounded_up(max(len(row[0]) for row in rows))
+        length = self.sequence_length if self.packing else rounded_up(max(len(row[0]) for row in rows))
         length = min(length, self.sequence_length)
         fills = (self.pad_token, self.objective.ignore_index)
         ids, labels = (
@@ -53,7 +54,8 @@ class NextTokenCollate:
         return tokens[:-1], labels, starts[starts < len(tokens) - 1]
 
 
-def _rounded_up(length: int) -> int:
+def rounded_up(length: int) -> int:
+    """``length`` up to the next multiple of ``PAD_MULTIPLE``."""
     return max(PAD_MULTIPLE, -(-length // PAD_MULTIPLE) * PAD_MULTIPLE)
 
 
@@ -68,8 +70,6 @@ def _positions(starts: torch.Tensor, length: int) -> torch.Tensor:
 class NextToken:
     """Σ over tokens that count of -log p(token)."""
 
-    inputs = ("input_ids", "position_ids")
-
     def __init__(self, objective: NextTokenRecipe | VisionLanguageRecipe) -> None:
         self.ignore_index = objective.ignore_index
 
@@ -82,10 +82,14 @@ class NextToken:
         """Tokens that the model sees for this micro-batch, padding included."""
         return batch.tensors["input_ids"].numel()
 
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(B, L, V)."""
+        return next_token_logits(model, batch.tensors["input_ids"], batch.tensors["position_ids"])
+
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The sum over the micro-batch, a float32 scalar to be divided by the global number of tokens that count."""
         tensors = batch.tensors
-        logits = model(**{name: tensors[name] for name in self.inputs if name in tensors}, use_cache=False).logits
+        logits = self.logits(model, batch)
         corrupt = (tensors["weight"] == 0).unsqueeze(1)
         labels = tensors["labels"].masked_fill(corrupt, self.ignore_index)
         return functional.cross_entropy(
