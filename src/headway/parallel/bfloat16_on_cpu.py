@@ -40,10 +40,15 @@ def _in_float32(operator: str) -> Any:
     def product(keys: Any, first: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         if first.dtype is not torch.bfloat16:
             return kernel.call_boxed(keys, first, *arguments, **keywords)
-        widened = [a.float() if isinstance(a, torch.Tensor) else a for a in arguments]
-        result = kernel.call_boxed(keys, first.float(), *widened, **keywords)
+        widened = [_widened(argument) for argument in arguments]
+        named = {name: _widened(argument) for name, argument in keywords.items()}
+        result = kernel.call_boxed(keys, first.float(), *widened, **named)
         if isinstance(result, tuple):  # attention: (output, log-sum-exp), the second is float32 in either dtype
             return result[0].bfloat16(), *result[1:]
         return result.bfloat16()
 
     return product
+
+
+def _widened(argument: Any) -> Any:
+    return argument.float() if isinstance(argument, torch.Tensor) else argument
