@@ -7,6 +7,7 @@ import typer
 
 import headway
 from headway.cli.export import export
+from headway.cli.quiet import quieten_libraries
 from headway.cli.recipe_show import recipe_app
 from headway.cli.train import train
 from headway.errors import RunFailed, UserError
@@ -46,6 +47,7 @@ def main() -> None:
 
     A mistake of the user is told in one line a fault; any other exception is ours, and keeps its traceback.
     """
+    quieten_libraries()
     try:
         app()
     except UserError as error:

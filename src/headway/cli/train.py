@@ -12,7 +12,7 @@ from headway.cli.recipe_show import Overrides, RecipeFile
 from headway.errors import RunFailed, UserError
 from headway.recipe import Recipe, load_recipe
 
-OTHER_RANKS_WAIT_S = 3.0
+OTHER_RANKS_WAIT_S = 10.0
 """Ranks mostly meet the same error: the first prints it and ends, and torchrun ends the others before they do."""
 
 
@@ -32,8 +32,12 @@ def train(
     resolved = load_recipe(recipe, overrides or ())
     if "RANK" in os.environ:
         raise typer.Exit(_as_one_rank(resolved))
+    from headway.data import accumulation
+    from headway.parallel import data_parallel_sizes
     from headway.train import clear_request
 
+    data_parallel_sizes(resolved.layout, ranks)
+    accumulation(resolved.run.global_batch, resolved.run.micro_batch, ranks)
     clear_request(resolved.run.directory)
     if ranks == 1:
         code = _as_one_rank(resolved)

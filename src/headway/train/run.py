@@ -216,10 +216,21 @@ class _Run:
         done = self.trainer.progress.step
         self.samples_file = self.directory.samples / f"step-{done:08d}.png"
         if self.ranks.is_first:
-            captions = [prompt for prompt in self.recipe.sample.prompts for _ in range(self.recipe.sample.per_prompt)]
-            save_grid(pictures.movedim(-1, 1), captions, self.samples_file)
+            self.save_samples(pictures.movedim(-1, 1), self.samples_file)
             self.writers.picture(done, "samples", self.samples_file)
         self.event("sampled", step=done, file=str(self.samples_file))
+
+    def save_samples(self, pictures: torch.Tensor, file: Path) -> None:
+        """A grid of uint8 (N, 3, [F,] H, W), one picture a column for each prompt; held-out captions under a heading."""
+        recipe = self.recipe.sample
+        captions = [prompt for prompt in recipe.prompts for _ in range(recipe.per_prompt)]
+        held_out = set(self.recipe.data.hold_out)
+        order = sorted(range(len(captions)), key=lambda number: captions[number] in held_out)
+        first_held_out = sum(caption not in held_out for caption in captions)
+        headings = {}
+        if 0 < first_held_out < len(captions):
+            headings = {0: "Captions trained on", first_held_out: "Captions never trained on"}
+        save_grid(pictures[order], [captions[number] for number in order], file, headings=headings)
 
     def save(self, final: bool = False) -> None:
         """Save a checkpoint; training stands still only for the copy to host memory unless it is the ``final`` one."""
