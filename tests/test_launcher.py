@@ -5,26 +5,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import events, losses
-from tiny_recipes import text_file, text_recipe
 
 from headway.recipe import to_toml
 from headway.train import read_metrics
+from runs import events, losses
+from tiny_recipes import text_file, text_recipe
 
 DEADLINE_S = 120.0
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Iterator[Path]:
+def recipe(tmp_path: Path) -> Path:
     text = text_file(tmp_path / "text.jsonl")
     run = text_recipe(text, tmp_path / "run", run={"steps": 1000}, metrics={"every": 1, "writers": []})
     file = tmp_path / "recipe.toml"
     file.write_text(to_toml(run))
-    yield file
+    return file
 
 
 def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -92,7 +91,8 @@ def test_a_killed_rank_ends_the_run_with_a_clear_line(recipe: Path) -> None:
         ("layout.dp_replicate=3", "layout.dp_replicate = 3 does not divide the 2 ranks; it can be 1, 2"),
         (
             "model.class_name=Qwen3ForCausalLN",
-            "class_name = 'Qwen3ForCausalLN' is no model of diffusers or transformers: did you mean 'Qwen3ForCausalLM'?",
+            "class_name = 'Qwen3ForCausalLN' is no model of diffusers or transformers: "
+            "did you mean 'Qwen3ForCausalLM'?",
         ),
     ],
 )

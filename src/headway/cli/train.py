@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import time
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from headway.cli.recipe_show import Overrides, RecipeFile
 from headway.errors import RunFailed, UserError
 from headway.recipe import Recipe, load_recipe
 
-OTHER_RANKS_WAIT_S = 10.0
+OTHER_RANKS_WAIT_S = 15.0
 """Ranks mostly meet the same error: the first prints it and ends, and torchrun ends the others before they do."""
 
 
@@ -60,6 +61,7 @@ def _as_one_rank(recipe: Recipe) -> int:
             outcome = run_recipe(recipe, ranks)
     except (UserError, RunFailed):
         if launched and os.environ["RANK"] != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(OTHER_RANKS_WAIT_S)
         raise
     return 0 if launched else exit_code(outcome.stopped_by)

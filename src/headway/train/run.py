@@ -221,7 +221,7 @@ class _Run:
         self.event("sampled", step=done, file=str(self.samples_file))
 
     def save_samples(self, pictures: torch.Tensor, file: Path) -> None:
-        """A grid of uint8 (N, 3, [F,] H, W), one picture a column for each prompt; held-out captions under a heading."""
+        """A grid of uint8 (N, 3, [F,] H, W), held-out captions under a heading of their own."""
         recipe = self.recipe.sample
         captions = [prompt for prompt in recipe.prompts for _ in range(recipe.per_prompt)]
         held_out = set(self.recipe.data.hold_out)
