@@ -64,7 +64,7 @@ def load_pipeline(recipe: Recipe, state: dict[str, torch.Tensor], folder: Path, 
     """Export, and run the line of Python that export says loads it."""
     line = export_weights(recipe, state, folder, tokenizers=tokenizers_of(recipe.model), **options)
     assert line.startswith(f"DiffusionPipeline.from_pretrained({str(folder)!r}")
-    return eval(line, {"DiffusionPipeline": DiffusionPipeline})
+    return eval(line, {"DiffusionPipeline": DiffusionPipeline, "torch": torch})
 
 
 def encoded_by(pipeline: Any) -> list[tuple[Any, Any]]:

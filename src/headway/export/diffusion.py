@@ -41,7 +41,7 @@ def _loading_line(parts: dict[str, Any]) -> str:
     and parts that the pipeline lacks as None, for diffusers takes their absence for a damaged folder."""
     absent = "".join(f", {name}=None" for name, part in parts.items() if part is None)
     dtype = next(parts["transformer"].parameters()).dtype
-    return f"DiffusionPipeline.from_pretrained(folder, torch_dtype={dtype}{absent})"
+    return f"DiffusionPipeline.from_pretrained(folder, dtype={dtype}{absent})"
 
 
 def write_adapters(recipe: ModelRecipe, built: BuiltModel, folder: Path) -> str:
