@@ -123,3 +123,12 @@ def test_documents_of_unequal_length_weigh_by_their_tokens(data: Path, tmp_path:
     reference = run_ranks(1, train, recipe_of("text", data, tmp_path / "1", run=run, data=unpacked))[0]
     split = recipe_of("text", data, tmp_path / "2", run={"steps": 5, "micro_batch": 1}, data=unpacked)
     assert_same_run(run_ranks(2, train, split)[0], reference)
+
+
+def test_compiled_blocks_compute_what_eager_ones_do(data: Path, tmp_path: Path) -> None:
+    """Compiled, checkpointed and sharded on two ranks."""
+    run = {"steps": 3, "micro_batch": 4}
+    eager = run_ranks(2, train, recipe_of("text", data, tmp_path / "eager", run=run))[0]
+    memory = {"activation_checkpointing": "selective"}
+    compiled = recipe_of("text", data, tmp_path / "compiled", run=run | {"compile": True}, memory=memory)
+    assert_same_run(run_ranks(2, train, compiled)[0], eager)

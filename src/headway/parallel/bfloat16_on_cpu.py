@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu")
+PRODUCTS = {
+    "mm": 1,
+    "addmm": 1,
+    "bmm": 1,
+    "baddbmm": 1,
+    "_scaled_dot_product_flash_attention_for_cpu": 1,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 3,
+}
+"""Operator -> how many of its results are bfloat16; attention's second, the log-sum-exp, is float32 in either dtype."""
 _library: list[torch.library.Library] = []
 
 
@@ -29,12 +37,12 @@ def emulate_bfloat16_products() -> None:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        for name in PRODUCTS:
-            library.impl(name, _in_float32(f"aten::{name}"), "CPU", with_keyset=True, allow_override=True)
+        for name, rounded in PRODUCTS.items():
+            library.impl(name, _in_float32(f"aten::{name}", rounded), "CPU", with_keyset=True, allow_override=True)
     _library.append(library)
 
 
-def _in_float32(operator: str) -> Any:
+def _in_float32(operator: str, rounded: int) -> Any:
     kernel = torch.library.get_kernel(operator, "CPU")
 
     def product(keys: Any, first: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -43,8 +51,8 @@ def _in_float32(operator: str) -> Any:
         widened = [_widened(argument) for argument in arguments]
         named = {name: _widened(argument) for name, argument in keywords.items()}
         result = kernel.call_boxed(keys, first.float(), *widened, **named)
-        if isinstance(result, tuple):  # attention: (output, log-sum-exp), the second is float32 in either dtype
-            return result[0].bfloat16(), *result[1:]
+        if isinstance(result, tuple):
+            return *(item.bfloat16() for item in result[:rounded]), *result[rounded:]
         return result.bfloat16()
 
     return product

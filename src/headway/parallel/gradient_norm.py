@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
+@torch.no_grad()
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's part of every gradient, without copies."""
     return [
