@@ -18,7 +18,7 @@ from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import tiny_weights
-from data_files import encoded, write_lines, write_shard
+from data_files import encoded, picture, write_lines, write_shard
 from headway.cli.export import export_run
 from headway.data import open_sources
 from headway.models import BuiltModel, build_model, next_token_logits, vision_language_logits
@@ -76,10 +76,10 @@ def conversations(folder: Path) -> Path:
     """Pictures of two sizes, two in one conversation, and a conversation without any."""
     folder.mkdir()
     for number in range(3):
-        Image.effect_noise((24 + 8 * number, 32), 80).convert("RGB").save(folder / f"{number}.png")
-    picture = [{"type": "image", "image": f"{number}.png"} for number in range(3)]
+        picture(number, 32, 24 + 8 * number).save(folder / f"{number}.png")
+    first, second, third = [{"type": "image", "image": f"{number}.png"} for number in range(3)]
     question = {"type": "text", "text": "a square"}
-    asked = [[picture[0], question], [picture[1], question, picture[2]], [question]]
+    asked = [[first, question], [second, question, third], [question]]
     return write_lines(
         folder / "conversations.jsonl",
         [

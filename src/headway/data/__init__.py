@@ -4,7 +4,7 @@ from headway.data.loader import Collate, Loader, accumulation
 from headway.data.open import open_sources
 from headway.data.order import SampleOrder
 from headway.data.randomness import normal, normals, uniform
-from headway.data.sample import BadRecord, Batch, Conversation, Sample
+from headway.data.sample import BadRecord, Batch, Conversation, Sample, UnfitSample
 from headway.data.source import Source, captions_of
 from headway.data.tokens import Tokenizer, open_tokenizer, word_tokenizer
 
@@ -18,6 +18,7 @@ __all__ = [
     "SampleOrder",
     "Source",
     "Tokenizer",
+    "UnfitSample",
     "accumulation",
     "captions_of",
     "normal",

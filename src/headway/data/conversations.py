@@ -48,7 +48,7 @@ class JsonlConversations:
 
     def blank(self) -> Sample:
         messages = [{"role": role, "content": [{"type": "text", "text": "."}]} for role in ("user", "assistant")]
-        return Sample(conversation=Conversation(messages, []))
+        return Sample(conversation=Conversation(messages, [], "blank"))
 
 
 def _lines(path: Path) -> list[tuple[int, int, int]]:
@@ -72,7 +72,7 @@ def _conversation(fields: Any, folder: Path, record: str) -> Conversation:
         messages.append({"role": _text(role), "content": [_part(part, folder, record, images) for part in parts]})
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("no message of the assistant, so nothing to learn")
-    return Conversation(messages, images)
+    return Conversation(messages, images, record)
 
 
 def _part(part: dict[str, Any], folder: Path, record: str, images: list[Image.Image]) -> dict[str, str]:

@@ -14,12 +14,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from headway.data.order import SampleOrder
-from headway.data.sample import BadRecord, Batch, Sample
+from headway.data.sample import BadRecord, Batch, Sample, UnfitSample
 from headway.data.source import Source
 from headway.errors import UserError
 
 Collate = Callable[[list[Sample], list[int], int], dict[str, torch.Tensor]]
-"""(samples, their positions, step) -> tensors, samples along dimension 0. Runs in the workers: it can be pickled."""
+"""(samples, their positions, step) -> tensors, samples along dimension 0. Runs in the workers: it can be pickled.
+
+It may raise UnfitSample, and is then called again with a blank sample in that place."""
 
 
 def accumulation(global_batch: int, micro_batch: int, data_world: int) -> int:
@@ -67,10 +69,24 @@ class _MicroBatches(Dataset[Batch]):
                 corrupt.append(place)
                 bad_records.append(str(bad))
             samples.append(sample)
-        tensors = self.collate(samples, positions, micro_batch.step)
+        tensors = self._collated(samples, positions, micro_batch.step, corrupt, bad_records)
         weight = tensors.setdefault("weight", torch.ones(len(samples), dtype=torch.float32))
         weight[corrupt] = 0.0
         return Batch(tensors, positions, bad_records)
+
+    def _collated(
+        self, samples: list[Sample], positions: list[int], step: int, corrupt: list[int], bad_records: list[str]
+    ) -> dict[str, torch.Tensor]:
+        """The samples' tensors; those that turn out to be unfit join the corrupt ones."""
+        while True:
+            try:
+                return self.collate(samples, positions, step)
+            except UnfitSample as unfit:
+                if unfit.place in corrupt:
+                    raise UserError(f"even a blank sample is unfit: {unfit.bad.reason}") from unfit
+                samples[unfit.place] = self.source.blank()
+                corrupt.append(unfit.place)
+                bad_records.append(str(unfit.bad))
 
 
 class Loader:

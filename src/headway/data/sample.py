@@ -19,15 +19,26 @@ class BadRecord(Exception):  # noqa: N818 - the name says what it is about: a re
         return f"{self.record}: {self.reason}"
 
 
+class UnfitSample(Exception):  # noqa: N818
+    """Raised by a collate function: the sample at ``place`` of its batch cannot be used, as ``bad`` says."""
+
+    def __init__(self, place: int, bad: BadRecord) -> None:
+        super().__init__(place, bad)
+        self.place = place
+        self.bad = bad
+
+
 @dataclass(slots=True)
 class Conversation:
     """Messages as transformers' chat templates take them, and the pictures of their ``image`` parts in order.
 
     ``messages``: ``[{"role": str, "content": [{"type": "text", "text": str} | {"type": "image"}, …]}, …]``.
+    ``record`` names it (file and line).
     """
 
     messages: list[dict[str, Any]]
     images: list[Image.Image]
+    record: str
 
 
 @dataclass(slots=True)

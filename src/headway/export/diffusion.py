@@ -37,8 +37,10 @@ def write_pipeline(recipe: Recipe, built: BuiltModel, folder: Path) -> str:
 
 
 def _loading_line(parts: dict[str, Any]) -> str:
-    """The dtype must be named, or diffusers and transformers would each choose one and the parts would not fit together;
-    and parts that the pipeline lacks as None, for diffusers takes their absence for a damaged folder."""
+    """The dtype must be named, or diffusers and transformers would each choose one and the parts would not fit.
+
+    Parts that the pipeline lacks must be named as None: diffusers takes their absence for a damaged folder.
+    """
     absent = "".join(f", {name}=None" for name, part in parts.items() if part is None)
     dtype = next(parts["transformer"].parameters()).dtype
     return f"DiffusionPipeline.from_pretrained(folder, dtype={dtype}{absent})"

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from torch import nn
 from torch.nn import functional
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from headway.data import Batch, Conversation, Sample
+from headway.data import BadRecord, Batch, Conversation, Sample, UnfitSample
 from headway.errors import UserError
 from headway.models import vision_language_logits
 from headway.recipe import VisionLanguageRecipe
@@ -46,8 +47,9 @@ class VisionLanguageCollate:
         """What the model takes (``INPUTS``, padded on the right) and ``labels`` int64 (B, L).
 
         ``pixel_values`` (patches, features) and ``image_grid_thw`` (pictures, 3) are there when a picture is.
+        Raises UnfitSample for a conversation or picture that the template or the image processor refuses.
         """
-        rows = [self._row(sample.conversation) for sample in samples if sample.conversation is not None]
+        rows = [self._usable_row(place, sample) for place, sample in enumerate(samples)]
         length = min(self.sequence_length, rounded_up(max(len(row.ids) for row in rows)))
 
         def padded(parts: list[torch.Tensor], fill: int) -> torch.Tensor:
@@ -65,10 +67,21 @@ class VisionLanguageCollate:
             batch["image_grid_thw"] = torch.stack([grid for row in rows for grid in row.grids])
         return batch
 
+    def _usable_row(self, place: int, sample: Sample) -> _Row:
+        assert sample.conversation is not None
+        try:
+            return self._row(sample.conversation)
+        except (ValueError, TemplateError) as error:
+            reason = f"not usable as a conversation with pictures ({type(error).__name__}: {error})"
+            raise UnfitSample(place, BadRecord(sample.conversation.record, reason)) from error
+
     def _row(self, conversation: Conversation) -> _Row:
         text, answers = self._rendered(conversation.messages)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         patches, grids = self._pictures(conversation.images)
+        places = encoded["input_ids"].count(self.image_token)
+        if places != len(grids):
+            raise ValueError(f"{places} places for {len(grids)} pictures: a text may hold the picture token")
         merged = self.image_processor.merge_size**2
         pictures = iter(grids)
         ids: list[int] = []
@@ -82,14 +95,19 @@ class VisionLanguageCollate:
     def _rendered(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as the chat template writes it, and the character ranges of the assistant's answers.
 
-        An answer is what a turn adds to the prompt for it, its closing token included.
+        An answer is what a turn adds to the prompt for it, its closing token included. White space after that is not
+        part of it: a model stops at the token, and never writes what the template puts between two turns.
         """
+        text = self._template(messages, prompt=False)
         ranges = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt = self._template(messages[:number], prompt=True)
-                ranges.append((len(prompt), len(self._template(messages[: number + 1], prompt=False))))
-        return self._template(messages, prompt=False), ranges
+                answered = self._template(messages[: number + 1], prompt=False).rstrip()
+                if not (answered.startswith(prompt) and text.startswith(answered)):
+                    raise ValueError(f"the chat template does not write message {number + 1} after the ones before it")
+                ranges.append((len(prompt), len(answered)))
+        return text, ranges
 
     def _template(self, messages: list[dict[str, Any]], prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
