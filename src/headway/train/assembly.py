@@ -174,12 +174,15 @@ def _sampler(recipe: Recipe, built: BuiltModel, ranks: Ranks) -> Sampler | None:
     if built.frozen is None or not recipe.sample.prompts:
         return None
     assert isinstance(recipe.objective, FlowMatchingRecipe)
+    assert isinstance(built.module, DenoisingModel)
+    config: Any = built.module.transformer.config
     shape = built.frozen.latent_shape(recipe.data.resolution, recipe.data.frames)
     return Sampler(
         recipe.sample,
         built.frozen,
         latent_shape=shape,
         shift=timestep_shift(recipe.objective, _image_tokens(built.module, shape)),
+        distilled=config.get("guidance_embeds", False),
         ranks=ranks,
         batch=recipe.run.micro_batch,
     )

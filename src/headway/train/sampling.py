@@ -21,6 +21,8 @@ class Sampler:
     frozen: FrozenParts
     latent_shape: tuple[int, ...]
     shift: float
+    distilled: bool
+    """The model takes the guidance as an input (FLUX.1): it is not applied a second time, as in its pipeline."""
     ranks: Ranks
     batch: int
     """Pictures of one forward pass on one rank."""
@@ -49,7 +51,7 @@ class Sampler:
 
     def _denoise(self, model: torch.nn.Module, captions: list[str], numbers: list[int]) -> torch.Tensor:
         device = self.ranks.device
-        guided = self.recipe.guidance != 1.0
+        guided = self.recipe.guidance != 1.0 and not self.distilled
         prompts = [*captions, *[""] * len(captions)] if guided else captions
         tokens = {name: t.to(device) for name, t in self.frozen.caption_tokens(prompts).items()}
         condition = self.frozen.encode_text(tokens)
