@@ -22,8 +22,8 @@ lint: $(call stamp,development)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: $(call stamp,benchmarks) $(call stamp,clips) ## speed and memory against other trainers: benchmarks/results
-	for benchmark in benchmarks/*.py; do $(BIN)/python $$benchmark || exit 1; done
+bench: $(call stamp,benchmarks) $(call stamp,clips) ## speed and memory against other ways: benchmarks/results, docs/benchmarks.md
+	$(BIN)/python benchmarks/run_all.py
 
 soak: $(call stamp,clips) ## hours of random kills and faults
 	$(BIN)/python -m pytest -m soak --timeout 0

@@ -1,7 +1,7 @@
-"""Sharded data parallelism: FSDP2 over every layout, from one rank to replicas of shards.
+"""Sharded data parallelism: FSDP2 in every layout of several ranks, from shards to replicas of one-rank shards.
 
-``fully_shard`` is always applied, even over one rank, so that every parameter is a DTensor and checkpoints, EMA and
-gradient norm have one code path.
+In all of them, and on one rank, what is trained are DTensors in the master dtype, so that optimizers, checkpoints, EMA
+and gradient norm have one code path.
 """
 
 import warnings
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from headway.parallel.one_device import held_whole, hold_whole
 from headway.recipe import PrecisionRecipe
 
 
@@ -19,8 +20,12 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, preci
     """Shard ``model`` in place (on the meta device or not): each block is a unit of gathering, the rest another.
 
     Parameters are gathered and used in ``precision.compute`` and gradients reduced in ``precision.reduce``. Inputs are
-    not cast: timesteps and rotary tables stay in float32 as far as the model itself allows.
+    not cast: timesteps and rotary tables stay in float32 as far as the model itself allows. On one rank there is
+    nothing to gather or to reduce, and the model is held whole.
     """
+    if mesh.size() == 1:
+        hold_whole(model, mesh, getattr(torch, precision.compute))
+        return
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.compute),
         reduce_dtype=getattr(torch, precision.reduce),
@@ -38,5 +43,13 @@ def reduce_gradients(model: nn.Module, on: bool) -> None:
 
     Without reduction gradients add up unsharded on each rank, in ``precision.reduce``.
     """
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(on)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(on)
+
+
+def backward(model: nn.Module, loss: torch.Tensor) -> None:
+    """Add the gradients of ``loss``, a scalar, to those of the model's trained parameters."""
+    loss.backward()
+    held = held_whole(model)
+    if held is not None:
+        held.take_gradients()

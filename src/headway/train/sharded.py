@@ -1,9 +1,11 @@
-"""Parameters as the shards that FSDP2 leaves on each rank."""
+"""Parameters as the shards that each rank holds."""
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from headway.parallel import held_whole
 
 
 def reshard(model: nn.Module) -> None:
@@ -12,14 +14,20 @@ def reshard(model: nn.Module) -> None:
     Without this a forward pass after a change of the shards would still see the old values, and ``named_parameters``
     would hand out the gathered copies.
     """
+    held = held_whole(model)
+    if held is not None:
+        held.expect_change()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, DTensor]:
-    """The sharded parameters that are trained, by name. All of ``model`` must have gone through ``fully_shard``."""
+    """The parameters that are trained, by name. All of ``model`` must have been laid out."""
     reshard(model)
+    held = held_whole(model)
+    if held is not None:
+        return held.masters()  # type: ignore[return-value]
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}  # type: ignore[misc]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from headway.data import Batch
 from headway.errors import RunFailed
-from headway.parallel import clip_gradients, reduce_gradients, squared_norm_share
+from headway.parallel import backward, clip_gradients, reduce_gradients, squared_norm_share
 from headway.recipe import Recipe
 from headway.train.assembly import Assembly
 from headway.train.flops import Flops
@@ -152,7 +152,7 @@ class Trainer:
         for index, batch in enumerate(batches):
             reduce_gradients(self.model, on=index == len(batches) - 1)
             loss = self.parts.objective.loss(self.model, batch)
-            (loss * scale).backward()
+            backward(self.model, loss * scale)
             losses.append(loss.detach())
         return losses
 

@@ -1,0 +1,156 @@
+"""Runs every benchmark of this folder, keeps its result in results/NAME.json, and writes docs/benchmarks.md.
+
+Run: python benchmarks/run_all.py [NAME …] [--tables]
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+PAGE = FOLDER.parent / "docs" / "benchmarks.md"
+LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "lightning", "torchao")
+
+Table = Callable[[Any], Iterator[list[str]]]
+
+
+def trainer_overhead(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield [
+        "model",
+        "precision",
+        "layout",
+        "loop",
+        "step (ms)",
+        "times raw",
+        "95 % interval",
+        "processor time, times raw",
+    ]
+    for case in result["results"]:
+        layout = "1 rank" if case["ranks"] == 1 else f"{case['ranks']} ranks, {case['layout']}"
+        place = [case["model"], case["precision"], layout]
+        for loop, row in case["loops"].items():
+            low, high = row["times_raw_95"]
+            ratios = [f"{row['times_raw']:.3f}", f"{low:.3f}-{high:.3f}", f"{row['cpu_times_raw']:.3f}"]
+            yield [*place, loop, f"{1e3 * row['median_s']:.1f}", *ratios]
+        for loop, why in case["cannot_run"].items():
+            yield [*place, loop, f"can't run: {why}", "", "", ""]
+
+
+def checkpoint_stall(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield ["ranks", "way", "stall (ms)", "times headway"]
+    for case in result["results"]:
+        for way, seconds in case["median_stall_s"].items():
+            yield [str(case["ranks"]), way, f"{1e3 * seconds:.0f}", f"{case['times_headway'][way]:.1f}"]
+
+
+def ema_step(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield ["parameters", "tensors", "what", "time (ms)", "times headway"]
+    for case in result["results"]:
+        place = [f"{case['parameters']:,}", str(case["tensors"])]
+        for what, seconds in case["median_s"].items():
+            yield [*place, what, f"{1e3 * seconds:.2f}", f"{case['times_headway'][what]:.2f}"]
+        for what, why in case["cannot_run"].items():
+            yield [*place, what, f"can't run: {why}", ""]
+
+
+def data_sources(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield ["source", "plain loop (samples/s)", "Loader (samples/s)", "Loader, 2 workers (samples/s)", "Loader / plain"]
+    for source, row in result["sources"].items():
+        rates = [row[f"{way}_samples_per_s"] for way in ("plain", "loader", "loader_2_workers")]
+        yield [source, *(f"{rate:,.0f}" for rate in rates), f"{row['loader_to_plain']:.2f}"]
+
+
+def bfloat16_on_cpu(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield ["case", "float32 (ms)", "PyTorch's bfloat16 (ms)", "emulated bfloat16 (ms)"]
+    for row in result["rows"]:
+        yield [row["case"], *(f"{row[way]:.0f}" for way in ("float32_ms", "pytorch_ms", "emulated_ms"))]
+
+
+TABLES: dict[str, Table] = {
+    table.__name__: table for table in (trainer_overhead, checkpoint_stall, ema_step, data_sources, bfloat16_on_cpu)
+}
+
+
+def machine() -> dict[str, Any]:
+    """What the results depend on, and when they were made."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{library: importlib.metadata.version(library) for library in LIBRARIES},
+    }
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    names = [line for line in information.read_text().splitlines() if line.startswith("model name")]
+    return names[0].partition(":")[2].strip() if names else platform.processor()
+
+
+def run(name: str) -> None:
+    """Run one benchmark and keep its result, with the machine that it ran on."""
+    path = RESULTS / f"{name}.json"
+    subprocess.run([sys.executable, FOLDER / f"{name}.py", "--json", path], check=True)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": machine()}, indent=1) + "\n")
+
+
+def page() -> str:
+    """All results as Markdown: what each benchmark measures is the first part of its script's docstring."""
+    parts = [
+        "# Benchmarks",
+        "Written by `make bench` (`python benchmarks/run_all.py`) from `benchmarks/results/*.json`. Numbers are "
+        "medians, to be compared within a table: there all ways took turns in the same run.",
+    ]
+    for name, table in TABLES.items():
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        facts = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
+        parts += [f"## {name}", _about(name), _markdown(list(table(result))), f"Measured on: {facts}."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _about(name: str) -> str:
+    text = (FOLDER / f"{name}.py").read_text().split('"""')[1]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+    return "\n\n".join(part.partition(" Run: python")[0] for part in paragraphs if not part.startswith("python "))
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    heading, *body = rows
+    lines = [heading, ["---"] * len(heading), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    scripts = sorted(path.stem for path in FOLDER.glob("*.py") if path != Path(__file__))
+    missing = [name for name in scripts if name not in TABLES]
+    assert not missing, f"no table for {', '.join(missing)}: add one to {Path(__file__).name}"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="benchmarks to run (all)")
+    parser.add_argument("--tables", action="store_true", help="run nothing, only write the page")
+    arguments = parser.parse_args()
+    for name in [] if arguments.tables else arguments.names or scripts:
+        print(f"== {name}", flush=True)
+        run(name)
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
