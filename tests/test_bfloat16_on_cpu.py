@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from ranks import run_ranks
 from torch.nn import functional
 
 from headway.parallel import emulate_bfloat16_products
+from ranks import run_ranks
 
 
 def products() -> dict[str, torch.Tensor]:
