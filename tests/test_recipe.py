@@ -82,6 +82,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_known_one(file, override, m
         ("model.config={}", "model: needs a path (weights folder) or a config"),
         ("optim.warmup_steps=11", "exceed run.steps = 10"),
         ("optim.schedule=wsd", 'optim.schedule = "wsd" needs optim.decay_steps'),
+        ("sample.weights=ema", 'sample.weights = "ema" needs ema.decays'),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_would_do(file, override, message):

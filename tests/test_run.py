@@ -1,8 +1,10 @@
 """Whole runs: what they leave behind, stopping, killing and resuming them."""
 
 import random
+import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +135,20 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_good_one(
     assert f"checkpoint {newest.name} is damaged" in printed
     assert f"resumed from {older}" in printed
     assert losses(recipe.run.directory) == losses(unbroken)
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_saved_fails(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    recipe = text_run(text, tmp_path / "run", run={"steps": 2})
+    with (
+        RunningRun(recipe, world=2) as running,
+        pytest.raises(AssertionError, match="the last checkpoint, after step 2, could not be saved"),
+    ):
+        running.wait()
+    assert "10 are free" in str(events(recipe.run.directory, "checkpoint_failed")[0]["message"])
+    assert events(recipe.run.directory, "finished") == []
 
 
 def test_metrics_validation_and_samples_of_a_run(pictures: Path, tmp_path: Path) -> None:

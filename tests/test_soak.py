@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from runs import RunningRun, losses, run_to_end
 from test_run import assert_equal_state
 from tiny_recipes import text_file, text_recipe
