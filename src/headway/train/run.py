@@ -10,6 +10,7 @@ import torch
 
 from headway.cluster import accelerator_of_device
 from headway.data import Batch, Loader, SampleOrder
+from headway.errors import RunFailed
 from headway.parallel import Ranks, data_parallel_sizes
 from headway.recipe import Recipe
 from headway.train.assembly import assemble
@@ -76,9 +77,9 @@ class _Run:
         self.samples_file: Path | None = None
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write an event down, and show the ones that have something to say to a person."""
-        self.directory.event(kind, **fields)
+        """Show an event that has something to say to a person, then write it down: a full disk must not silence it."""
         self.console.event(kind, fields)
+        self.directory.event(kind, **fields)
 
     def resume(self) -> None:
         """Load the newest good checkpoint, and make the run directory ready to go on from its step."""
@@ -113,7 +114,7 @@ class _Run:
         }
 
     def to_its_end(self) -> Outcome:
-        """All steps that are left, then the last validation, samples and checkpoint."""
+        """All steps that are left, then the last checkpoint, validation and samples."""
         progress, steps = self.trainer.progress, self.recipe.run.steps
         if progress.step == 0:
             self.validate()
@@ -129,9 +130,9 @@ class _Run:
                 self.between_steps(progress.step)
         if progress.step < steps:
             return self.stopped(progress.step)
+        self.save(final=True)
         self.validate()
         self.sample()
-        self.save(final=True)
         if self.ranks.is_first:
             clear_request(self.directory.path)
         self.event("finished", step=progress.step)
@@ -233,10 +234,18 @@ class _Run:
         save_grid(pictures[order], [captions[number] for number in order], file, headings=headings)
 
     def save(self, final: bool = False) -> None:
-        """Save a checkpoint; training stands still only for the copy to host memory unless it is the ``final`` one."""
+        """Save a checkpoint; training stands still only for the copy to host memory unless it is the ``final`` one.
+
+        Raises RunFailed when the final one can't be saved: what was trained since the one before would be lost unsaid.
+        """
         done = self.trainer.progress.step
         stall = self.checkpoints.save(done, self.trainer.state(), final=final)
         self.event("checkpoint_started", step=done, stall_s=stall)
+        if final and not self.checkpoints.finish():
+            raise RunFailed(
+                f"the last checkpoint, after step {done}, could not be saved (see above): mend what is in its way and "
+                "start the run again; it goes on from the newest checkpoint that there is"
+            )
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and close what is open."""
