@@ -43,6 +43,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: is a folder; give a recipe file (.toml)") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _nearest_file(path: Path) -> str:

@@ -162,7 +162,7 @@ class DataRecipe(Section):
     max_bad_records: Annotated[int, Field(ge=0)] = 0
     """Corrupt records are named and given no weight; more than this many end the run."""
     cache: Path | None = None
-    """Where indexes and tokens are kept (None: beside the data, or in the run directory when that is not writable)."""
+    """Where indexes and tokens are kept (None: in the run directory)."""
 
     @model_validator(mode="after")
     def _has_a_path(self) -> Self:
@@ -315,6 +315,12 @@ class Recipe(Section):
                 f"data.kind = {self.data.kind!r} does not hold what objective {self.objective.kind!r} needs: "
                 f"use one of {', '.join(sorted(fitting))}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _averages_are_kept(self) -> Self:
+        if self.sample.weights == "ema" and not self.ema.decays:
+            raise ValueError('sample.weights = "ema" needs ema.decays')
         return self
 
     @model_validator(mode="after")
