@@ -38,21 +38,30 @@ def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def signal_at_step(process: subprocess.Popen[str], recipe: Path, step: int, number: signal.Signals) -> tuple[int, str]:
+def processes_of(command: str) -> list[int]:
+    """Ids of the running processes whose command line holds ``command``."""
+    found = subprocess.run(["pgrep", "-f", command], capture_output=True, text=True, check=True).stdout
+    return [int(line) for line in found.split()]
+
+
+def signal_at_step(
+    process: subprocess.Popen[str], recipe: Path, step: int, number: signal.Signals, everywhere: bool = False
+) -> tuple[int, str]:
     """Send ``number`` once ``step`` is in the metrics; the exit code and all that was printed."""
     began = time.monotonic()
     while not any(line["step"] >= step for line in read_metrics(recipe.parent / "run")):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() - began < DEADLINE_S
         time.sleep(0.02)
-    process.send_signal(number)
+    for receiver in processes_of(f"train {recipe}") if everywhere else [process.pid]:
+        os.kill(receiver, number)
     printed, _ = process.communicate(timeout=DEADLINE_S)
     return process.returncode, printed
 
 
 def test_ranks_that_a_scheduler_stops_save_and_can_be_queued_again(recipe: Path) -> None:
-    """SIGUSR1 would kill torchrun; the launcher keeps it and tells the ranks. The same command goes on, then Ctrl-C."""
-    code, printed = signal_at_step(start(recipe, "--ranks", "2"), recipe, 3, signal.SIGUSR1)
+    """SIGUSR1, sent to every process of the job, would kill torchrun. The same command goes on, then Ctrl-C."""
+    code, printed = signal_at_step(start(recipe, "--ranks", "2"), recipe, 3, signal.SIGUSR1, everywhere=True)
     assert code == 75, printed
     assert "stopped by SIGUSR1" in printed
     saved = events(recipe.parent / "run", "stopped")[0]["step"]
@@ -76,10 +85,7 @@ def test_a_killed_rank_ends_the_run_with_a_clear_line(recipe: Path) -> None:
     while not read_metrics(recipe.parent / "run"):
         assert time.monotonic() - began < DEADLINE_S
         time.sleep(0.05)
-    victim = subprocess.run(
-        ["pgrep", "-f", f"headway.cli.main train {recipe}"], capture_output=True, text=True, check=True
-    ).stdout.split()[-1]
-    os.kill(int(victim), signal.SIGKILL)
+    os.kill(processes_of(f"headway.cli.main train {recipe}")[-1], signal.SIGKILL)
     printed, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1, printed
     assert "was ended by SIGKILL" in printed

@@ -4,6 +4,7 @@ The ranks run in a session of their own: the terminal's Ctrl-C and a scheduler's
 tells the ranks through the run directory. torchrun itself would die of SIGUSR1 and end its ranks on SIGTERM.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,8 +12,11 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-GRACE_S = 20.0
-"""Seconds that ranks get to end after a second signal, before they are killed."""
+GRACE_S = 45.0
+"""Seconds that torchrun gets to end after a second signal, before it is killed. It kills its ranks itself, after 30;
+without it they would be left behind, as they are in sessions of their own."""
+LAUNCHED = "HEADWAY_LAUNCHED"
+"""Environment variable of ranks that ``launch`` started: requests to stop are the launcher's to make and to clear."""
 STOPPED = 75
 """Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal stopped after saving: a scheduler may queue it again."""
 INTERRUPTED = 130
@@ -32,7 +36,7 @@ def launch(ranks: int, arguments: list[str], run_directory: Path) -> int:
     """
     from headway.train import SIGNALS, pending_request, request_stop
 
-    environment = dict(os.environ)
+    environment = dict(os.environ) | {LAUNCHED: "1"}
     # torchrun would set one thread a rank, with a warning, and leave the other cores idle.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     process = subprocess.Popen(
@@ -53,14 +57,18 @@ def launch(ranks: int, arguments: list[str], run_directory: Path) -> int:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return exit_code(pending_request(run_directory)) if code == 0 else code
+    if code == 0:
+        return exit_code(pending_request(run_directory))
+    return INTERRUPTED if "SIGINT" in asked else code
 
 
 def _wait(process: subprocess.Popen[bytes], asked: list[str]) -> int:
-    """The exit code of the ranks; they are killed when they outlive a second signal by ``GRACE_S``."""
-    while True:
-        try:
-            return process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            if len(asked) > 1:
-                os.killpg(process.pid, signal.SIGKILL)
+    """The exit code of the ranks; torchrun is killed when it outlives a second signal by ``GRACE_S``."""
+    while len(asked) < 2:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(1.0)
+    try:
+        return process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()

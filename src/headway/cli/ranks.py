@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
@@ -20,6 +21,8 @@ def main() -> int:
     if sys.platform == "linux":
         # When the launcher is killed outright its ranks must not train on, unseen, in its run directory.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # A scheduler may signal every process of a job: the ranks hear it themselves, and torchrun would die of it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun(
@@ -37,6 +40,8 @@ def main() -> int:
         if first.exitcode < 0:
             print(f"headway: rank {rank} was ended by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 1
+    except SignalException as stopped:
+        return 128 + stopped.sigval
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.launcher import exit_code, launch
+from headway.cli.launcher import LAUNCHED, exit_code, launch
 from headway.cli.recipe_show import Overrides, RecipeFile
 from headway.errors import RunFailed, UserError
 from headway.recipe import Recipe, load_recipe
@@ -28,15 +28,18 @@ def train(
     Example: headway train examples/demo.toml --ranks 2 --set run.steps=100
 
     SIGTERM, SIGUSR1 and Ctrl-C end the run after the step at hand, with a checkpoint; it exits with 75 (130 after
-    Ctrl-C), and the same command goes on from there. Inside torchrun or srun it is one of their ranks.
+    Ctrl-C), and the same command goes on from there. Inside torchrun (where RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT are set) it is one of its ranks.
     """
     resolved = load_recipe(recipe, overrides or ())
-    if "RANK" in os.environ:
-        raise typer.Exit(_as_one_rank(resolved))
     from headway.data import accumulation
     from headway.parallel import data_parallel_sizes
     from headway.train import clear_request
 
+    if "RANK" in os.environ:
+        if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
+            clear_request(resolved.run.directory)
+        raise typer.Exit(_as_one_rank(resolved))
     data_parallel_sizes(resolved.layout, ranks)
     accumulation(resolved.run.global_batch, resolved.run.micro_batch, ranks)
     clear_request(resolved.run.directory)

@@ -27,7 +27,8 @@ def pending_request(directory: Path) -> str | None:
 
 def clear_request(directory: Path) -> None:
     """Forget a request: it was made to an earlier run, or came after the last step."""
-    (directory / _STOP_FILE).unlink(missing_ok=True)
+    if directory.is_dir():
+        (directory / _STOP_FILE).unlink(missing_ok=True)
 
 
 class StopSignals:
