@@ -151,6 +151,16 @@ def test_a_run_whose_last_checkpoint_cannot_be_saved_fails(
     assert events(recipe.run.directory, "finished") == []
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_takes_is_refused(text: Path, tmp_path: Path) -> None:
+    recipe = text_run(text, tmp_path / "run")
+    model = recipe.model.model_copy(update={"config": recipe.model.config | {"vocab_size": 200}})
+    with (
+        RunningRun(recipe.model_copy(update={"model": model})) as running,
+        pytest.raises(AssertionError, match=r"model\.tokenizer has 257 tokens and Qwen3ForCausalLM takes 200"),
+    ):
+        running.wait()
+
+
 def test_metrics_validation_and_samples_of_a_run(pictures: Path, tmp_path: Path) -> None:
     recipe = image_run(
         pictures,

@@ -127,12 +127,26 @@ def _objective(recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer | None) -
             return _flow_matching(recipe, flow_matching, built)
         case NextTokenRecipe() as next_token:
             assert tokenizer is not None
+            _check_speaks(recipe, built, tokenizer)
             collate = NextTokenCollate(
                 next_token, recipe.data.sequence_length, recipe.data.packing, pad_token=tokenizer.padding
             )
             return NextToken(next_token), collate, collate
         case VisionLanguageRecipe() as vision_language:
             return _vision_language(recipe, vision_language, built)
+
+
+def _check_speaks(recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer) -> None:
+    """Raises UserError unless the model takes every token of the tokenizer."""
+    if built.frozen is not None:
+        raise UserError(f"objective.kind = 'next_token' needs a language model, not {recipe.model.class_name}")
+    module: Any = built.module
+    known = module.get_input_embeddings().num_embeddings
+    if tokenizer.vocab_size > known:
+        raise UserError(
+            f"model.tokenizer has {tokenizer.vocab_size} tokens and {recipe.model.class_name} takes {known}: "
+            "set vocab_size of model.config to as many, or name the model's own tokenizer"
+        )
 
 
 def _flow_matching(
