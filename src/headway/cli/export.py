@@ -14,9 +14,7 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run directory.", show_default=False)],
     to: Annotated[Path, typer.Option(help="Folder to write; it must not exist.", show_default=False)],
     ema: Annotated[float | None, typer.Option(help="Export the averages of this decay.")] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="As trained if left out.")
-    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="As trained if left out.")] = None,
     lora: Annotated[Literal["merged", "adapters"], typer.Option(help="Adapters in the weights, or alone.")] = "merged",
     json_: Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write JSON; - prints it.")] = None,
 ) -> None:

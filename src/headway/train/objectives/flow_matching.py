@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.data import Batch, Sample, normal, uniform
+from headway.data import Batch, Sample, normals, uniform
 from headway.models import CaptionTokens, FrozenParts
 from headway.recipe import FlowMatchingRecipe
 
@@ -51,8 +51,7 @@ class FlowMatchingCollate:
         return bool(draw.item() < self.objective.condition_dropout)
 
     def _normal(self, stream: str, positions: list[int], step: int, shape: tuple[int, ...]) -> torch.Tensor:
-        name = f"{self.purpose}.{stream}"
-        return torch.stack([normal(shape, seed=self.seed, stream=name, position=p, step=step) for p in positions])
+        return normals(shape, seed=self.seed, stream=f"{self.purpose}.{stream}", positions=positions, step=step)
 
     def _timestep_draw(self, positions: list[int], step: int) -> torch.Tensor:
         """Uniform or standard normal, as the recipe's timestep distribution needs: (B,)."""
