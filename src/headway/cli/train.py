@@ -37,6 +37,8 @@ def train(
     from headway.train import clear_request
 
     if "RANK" in os.environ:
+        if export or ranks > 1:
+            raise UserError("--ranks and --export are for runs that headway starts itself, not for a rank of torchrun")
         if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
             clear_request(resolved.run.directory)
         raise typer.Exit(_as_one_rank(resolved))

@@ -7,8 +7,11 @@ import diffusers
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
 from headway.export.bare import without_adapters
-from headway.models import BuiltModel, adapter_state, lora_config
+from headway.models import BuiltModel, DenoisingModel, adapter_state, image_tokens, lora_config, timestep_shift
 from headway.recipe import FlowMatchingRecipe, ModelRecipe, Recipe
+
+SHIFTING_FAMILIES = ("flux", "sd3")
+"""Families whose pipelines compute the shift from the size of the picture."""
 
 
 def write_pipeline(recipe: Recipe, built: BuiltModel, folder: Path) -> str:
@@ -22,7 +25,7 @@ def write_pipeline(recipe: Recipe, built: BuiltModel, folder: Path) -> str:
     built.frozen.materialize(next(model.parameters()).device)
     parts: dict[str, Any] = {
         "transformer": without_adapters(model.transformer, recipe.model.lora),
-        "scheduler": make_scheduler(family.name, recipe),
+        "scheduler": make_scheduler(recipe, built),
         "vae": built.frozen.vae.module if built.frozen.vae else None,
     }
     for name in (*family.required_encoders, *family.optional_encoders):
@@ -60,19 +63,19 @@ def write_adapters(recipe: ModelRecipe, built: BuiltModel, folder: Path) -> str:
     return "pipeline.load_lora_weights(folder)"
 
 
-def make_scheduler(family: str, recipe: Recipe) -> Any:
+def make_scheduler(recipe: Recipe, built: BuiltModel) -> Any:
     """The sampler of flow matching, with the recipe's shift of timesteps.
 
+    A shift by resolution is left to the pipelines that can compute it; others get its value at the recipe's resolution.
     PixArt's pipelines need ``init_noise_sigma``, which only the multistep solver has beside flow matching.
     """
     assert isinstance(recipe.objective, FlowMatchingRecipe)
-    by_resolution = recipe.objective.shift == "resolution"
-    shift = 1.0 if by_resolution else float(recipe.objective.shift)
-    if family == "pixart":
-        return DPMSolverMultistepScheduler(
-            prediction_type="flow_prediction",
-            use_flow_sigmas=True,
-            flow_shift=shift,
-            use_dynamic_shifting=by_resolution,
-        )
-    return FlowMatchEulerDiscreteScheduler(shift=shift, use_dynamic_shifting=by_resolution)
+    assert isinstance(built.module, DenoisingModel)
+    assert built.frozen is not None
+    if recipe.objective.shift == "resolution" and built.family in SHIFTING_FAMILIES:
+        return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    shape = built.frozen.latent_shape(recipe.data.resolution, recipe.data.frames)
+    shift = timestep_shift(recipe.objective, image_tokens(built.module, shape))
+    if built.family == "pixart":
+        return DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+    return FlowMatchEulerDiscreteScheduler(shift=shift)

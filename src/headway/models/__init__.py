@@ -7,6 +7,7 @@ from headway.models.frozen import FrozenParts
 from headway.models.language import next_token_logits, vision_language_logits
 from headway.models.lora import adapter_state, lora_config, merge_lora
 from headway.models.text import CaptionTokens, TextFeatures
+from headway.models.timesteps import image_tokens, timestep_shift
 
 __all__ = [
     "FAMILIES",
@@ -18,9 +19,11 @@ __all__ = [
     "TextFeatures",
     "adapter_state",
     "build_model",
+    "image_tokens",
     "load_tokenizer",
     "lora_config",
     "merge_lora",
     "next_token_logits",
+    "timestep_shift",
     "vision_language_logits",
 ]

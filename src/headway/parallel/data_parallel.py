@@ -24,7 +24,7 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, preci
     nothing to gather or to reduce, and the model is held whole.
     """
     if mesh.size() == 1:
-        hold_whole(model, mesh, getattr(torch, precision.compute))
+        hold_whole(model, mesh, getattr(torch, precision.compute), getattr(torch, precision.reduce))
         return
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.compute),
@@ -43,7 +43,10 @@ def reduce_gradients(model: nn.Module, on: bool) -> None:
 
     Without reduction gradients add up unsharded on each rank, in ``precision.reduce``.
     """
-    if isinstance(model, FSDPModule):
+    held = held_whole(model)
+    if held is not None:
+        held.last_micro_batch = on
+    elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
 
 

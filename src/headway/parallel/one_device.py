@@ -18,13 +18,17 @@ from torch.distributed.tensor import DTensor, Shard
 class OneDevice:
     """The master weights of a model on one rank, and the parameters in the compute dtype that the model uses."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, compute: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, compute: torch.dtype, reduce: torch.dtype) -> None:
         self._model = proxy(model)
         self._mesh = mesh
         self._compute = compute
+        self._reduce = reduce
         self._masters: dict[str, nn.Parameter] = {}
         self._used: list[Tensor] = []
+        self._sums: dict[int, Tensor] = {}
         self._stale = False
+        self.last_micro_batch = True
+        """Whether the next backward pass completes the gradients of a step."""
 
     def masters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name: DTensors in the master dtype."""
@@ -55,29 +59,32 @@ class OneDevice:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Add the gradients of a backward pass to those of the masters, in the masters' dtype."""
-        sums: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for master, used in zip(self._masters.values(), self._used, strict=True):
+        """Add up gradients in the reduce dtype; after a step's last backward pass, hand them to the masters."""
+        added: list[tuple[Tensor, Tensor]] = []
+        for index, used in enumerate(self._used):
             if used.grad is None:
                 continue
-            if master.grad is None:
-                master.grad = _like(master, used.grad.to(master.dtype))
+            if index in self._sums:
+                added.append((self._sums[index], used.grad))
             else:
-                sums.append(_local(master.grad))
-                gradients.append(used.grad)
+                self._sums[index] = used.grad.to(self._reduce)
             used.grad = None
-        if sums:
-            torch._foreach_add_(sums, gradients)
+        if added:
+            torch._foreach_add_([total for total, _ in added], [gradient for _, gradient in added])
+        if self.last_micro_batch:
+            masters = list(self._masters.values())
+            for index, total in self._sums.items():
+                masters[index].grad = _like(masters[index], total.to(masters[index].dtype))
+            self._sums = {}
         self._stale = True
 
 
 _models: WeakKeyDictionary[nn.Module, OneDevice] = WeakKeyDictionary()
 
 
-def hold_whole(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype) -> None:
+def hold_whole(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype, reduce: torch.dtype) -> None:
     """Lay ``model`` out on the single rank of ``mesh``; it may still be on meta, and is filled before its first use."""
-    held = OneDevice(model, mesh, compute)
+    held = OneDevice(model, mesh, compute, reduce)
     _models[model] = held
     model.register_forward_pre_hook(lambda module, arguments: held.refresh())
 

@@ -1,6 +1,5 @@
 """From a recipe to everything that takes its steps: data, model in its layout, objective, optimizers, averages."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import nn
 
 from headway.data import Batch, Collate, Source, Tokenizer, open_sources, open_tokenizer
 from headway.errors import UserError
-from headway.models import BuiltModel, DenoisingModel, build_model
+from headway.models import BuiltModel, DenoisingModel, build_model, image_tokens, timestep_shift
 from headway.parallel import (
     Ranks,
     build_mesh,
@@ -24,7 +23,7 @@ from headway.parallel import (
 from headway.recipe import FlowMatchingRecipe, NextTokenRecipe, Recipe, VisionLanguageRecipe
 from headway.train.ema import Ema
 from headway.train.flops import MicroBatchFlops
-from headway.train.objectives.flow_matching import FlowMatching, FlowMatchingCollate, timestep_shift
+from headway.train.objectives.flow_matching import FlowMatching, FlowMatchingCollate
 from headway.train.objectives.next_token import NextToken, NextTokenCollate
 from headway.train.objectives.vision_language import VisionLanguage, VisionLanguageCollate, open_processor
 from headway.train.optimizers import build_optimizers
@@ -163,7 +162,8 @@ def _flow_matching(
         posterior=built.frozen.vae is not None,
         caption_tokens=built.frozen.caption_tokens,
     )
-    tokens = _image_tokens(built.module, shape)
+    assert isinstance(built.module, DenoisingModel)
+    tokens = image_tokens(built.module, shape)
     return FlowMatching(objective, built.frozen, tokens), collate, replace(collate, purpose="validation")
 
 
@@ -195,20 +195,11 @@ def _sampler(recipe: Recipe, built: BuiltModel, ranks: Ranks) -> Sampler | None:
         recipe.sample,
         built.frozen,
         latent_shape=shape,
-        shift=timestep_shift(recipe.objective, _image_tokens(built.module, shape)),
+        shift=timestep_shift(recipe.objective, image_tokens(built.module, shape)),
         distilled=config.get("guidance_embeds", False),
         ranks=ranks,
         batch=recipe.run.micro_batch,
     )
-
-
-def _image_tokens(module: nn.Module, latent_shape: tuple[int, ...]) -> int:
-    """Tokens that the transformer makes of one sample's latents (C, [F,] H, W)."""
-    assert isinstance(module, DenoisingModel)
-    config: Any = module.transformer.config
-    size = config.patch_size
-    patch = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    return math.prod(latent_shape[1:]) // (math.prod(patch) * module.family.patch**2)
 
 
 def _language_tokenizer(recipe: Recipe) -> Tokenizer | None:

@@ -243,7 +243,7 @@ class Checkpoints:
         """Do ``work`` on each rank and give all results to all. Raises _RankError on all ranks when one could not."""
         try:
             outcome: tuple[Result | None, str | None] = (work(), None)
-        except OSError as error:
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
             outcome = (None, f"rank {self._rank}: {error}")
         outcomes: list[Any] = [None] * self._world
         dist.all_gather_object(outcomes, outcome, group=self._group)

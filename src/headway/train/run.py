@@ -10,10 +10,11 @@ import torch
 
 from headway.cluster import accelerator_of_device
 from headway.data import Batch, Loader, SampleOrder
-from headway.errors import RunFailed
+from headway.errors import RunFailed, UserError
 from headway.parallel import Ranks, data_parallel_sizes
 from headway.recipe import Recipe
 from headway.train.assembly import assemble
+from headway.train.checkpoint_manifest import checkpoints_in
 from headway.train.checkpoints import Checkpoints
 from headway.train.console import RunConsole
 from headway.train.flops import utilisation
@@ -44,10 +45,8 @@ def run_recipe(recipe: Recipe, ranks: Ranks) -> Outcome:
     Raises UserError for what is wrong in the recipe or its files, RunFailed when the run must not go on.
     """
     require_installed(recipe)
-    stop = StopSignals(recipe.run.directory)
-    stop.listen()
     console = RunConsole(recipe.run.steps, rank=ranks.rank, sample_name=_sample_name(recipe))
-    with contextlib.closing(console):
+    with StopSignals(recipe.run.directory) as stop, contextlib.closing(console):
         run = _Run(recipe, ranks, console, stop)
         with contextlib.closing(run):
             return run.to_its_end()
@@ -62,6 +61,8 @@ class _Run:
         self.console = console
         self.stop = stop
         self.directory = RunDirectory(recipe.run.directory, ranks.rank)
+        self.directory.create()
+        self.directory.check(recipe)
         self.checkpoints = Checkpoints(
             self.directory.checkpoints,
             recipe.checkpoint,
@@ -84,6 +85,11 @@ class _Run:
     def resume(self) -> None:
         """Load the newest good checkpoint, and make the run directory ready to go on from its step."""
         newest = self.checkpoints.newest_good() if self.recipe.checkpoint.resume else None
+        if newest is None and checkpoints_in(self.directory.checkpoints):
+            raise UserError(
+                f"every checkpoint in {self.directory.checkpoints} is damaged (events.jsonl says how): put a good one "
+                "back, or set another run.directory to start over"
+            )
         if newest is not None:
             self.trainer.restore(lambda state: self.checkpoints.load(newest, state))
         step = self.trainer.progress.step
@@ -225,9 +231,9 @@ class _Run:
         """A grid of uint8 (N, 3, [F,] H, W), held-out captions under a heading of their own."""
         recipe = self.recipe.sample
         captions = [prompt for prompt in recipe.prompts for _ in range(recipe.per_prompt)]
-        held_out = set(self.recipe.data.hold_out)
-        order = sorted(range(len(captions)), key=lambda number: captions[number] in held_out)
-        first_held_out = sum(caption not in held_out for caption in captions)
+        held_out = {caption.casefold() for caption in self.recipe.data.hold_out}
+        order = sorted(range(len(captions)), key=lambda number: captions[number].casefold() in held_out)
+        first_held_out = sum(caption.casefold() not in held_out for caption in captions)
         headings = {}
         if 0 < first_held_out < len(captions):
             headings = {0: "Captions trained on", first_held_out: "Captions never trained on"}

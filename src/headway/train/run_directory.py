@@ -87,19 +87,29 @@ class RunDirectory:
         for file in (self.metrics_file, self.events_file):
             keep_lines(file, lambda line: True)
 
+    def check(self, recipe: Recipe) -> None:
+        """Raise UserError, on every rank, when ``recipe`` would bury checkpoints here or give them another meaning."""
+        if not self.checkpoints.is_dir() or not any(self.checkpoints.iterdir()):
+            return
+        if not recipe.checkpoint.resume:
+            raise UserError(
+                f"{self.path} holds checkpoints of an earlier run, and checkpoint.resume = false would start over on "
+                "top of them: set another run.directory, or checkpoint.resume = true to go on"
+            )
+        if self.recipe_file.exists():
+            self._refuse_another_computation(differences(load_recipe(self.recipe_file), recipe))
+
     def open(self, recipe: Recipe, next_step: int = 0) -> list[Change]:
         """Make the directory ready for a run that goes on with step ``next_step`` (0: from the start).
 
         Lines of ``metrics.jsonl`` of steps that will run again are cut off, and ``recipe.toml`` becomes ``recipe``.
-        Returns (and records as an event) the keys that differ from the stored recipe. Raises UserError when a resumed
-        run would compute something else than its checkpoint, or when a run from the start would bury a checkpoint.
+        Returns (and records as an event) the keys that differ from the stored recipe. Raises what ``check`` raises.
         """
         if self.rank != 0:
             return []
         self.create()
+        self.check(recipe)
         stored = load_recipe(self.recipe_file) if self.recipe_file.exists() else None
-        if next_step == 0:
-            self._refuse_to_bury_checkpoints(recipe)
         changes = differences(stored, recipe) if stored is not None else []
         if next_step > 0:
             self._refuse_another_computation(changes)
@@ -116,13 +126,6 @@ class RunDirectory:
         if self.rank == 0:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             append_line(self.events_file, {"time": now, "kind": kind, **fields})
-
-    def _refuse_to_bury_checkpoints(self, recipe: Recipe) -> None:
-        if not recipe.checkpoint.resume and any(self.checkpoints.iterdir()):
-            raise UserError(
-                f"{self.path} holds checkpoints of an earlier run, and checkpoint.resume = false would start over on "
-                "top of them: set another run.directory, or checkpoint.resume = true to go on"
-            )
 
     def _refuse_another_computation(self, changes: list[Change]) -> None:
         refused = [change for change in changes if not _may_change(change.key)]

@@ -7,6 +7,7 @@ launcher so; the next run clears it.
 import signal
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _STOP_FILE = "stop-request"
@@ -32,16 +33,20 @@ def clear_request(directory: Path) -> None:
 
 
 class StopSignals:
-    """Hears the stop signals of this process and the requests of the launcher."""
+    """Hears the stop signals of this process, inside its context, and the requests of the launcher."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._signal: str | None = None
 
-    def listen(self) -> None:
+    def __enter__(self) -> Self:
         """Catch the stop signals from now on; a second one of a kind ends the process as if nobody listened."""
-        for number in SIGNALS:
-            signal.signal(number, self._caught)
+        self._before = {number: signal.signal(number, self._caught) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number).name

@@ -226,6 +226,7 @@ class Trainer:
         objective = self.parts.objective
         device = self.parts.ranks.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
+        corrupt: list[str] = []
         self.model.eval()
         with torch.no_grad():
             for micro_batches in batches:
@@ -233,7 +234,11 @@ class Trainer:
                     moved = batch.to(device, non_blocking=True)
                     totals[0] += objective.loss(self.model, moved).double()
                     totals[1] += objective.weight(moved).double()
+                    corrupt += batch.bad_records
         self.model.train()
+        named = sorted(set(self._gather(corrupt)))
+        if named:
+            self.on_event("bad_validation_records", records=named, message=f"corrupt in validation: {named[0]}")
         dist.all_reduce(totals)
         loss, weight = self.read_on_host(totals)
         return loss / weight if weight else math.nan

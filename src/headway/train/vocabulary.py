@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from headway.data import Source, captions_of, word_tokenizer
 from headway.models import load_tokenizer
 from headway.recipe import ModelRecipe
+from headway.train.checkpoint_manifest import checkpoints_in
 
 _FOLDER = "tokenizers"
 
@@ -17,8 +18,8 @@ _FOLDER = "tokenizers"
 def make_tokenizers(
     recipe: ModelRecipe, source: Source, directory: Path, write: bool
 ) -> Mapping[str, PreTrainedTokenizerBase]:
-    """By text encoder, those made from the captions: the run's own, or new ones (kept if ``write``)."""
-    kept = read_tokenizers(recipe, directory)
+    """By text encoder, those made from captions: the checkpoints' own, or new ones (kept if ``write``)."""
+    kept = read_tokenizers(recipe, directory) if checkpoints_in(directory / "checkpoints") else None
     if kept is not None:
         return kept
     made = {name: word_tokenizer(captions_of(source), recipe.text_encoders[name].max_length) for name in _names(recipe)}
@@ -27,6 +28,7 @@ def make_tokenizers(
         shutil.rmtree(beside, ignore_errors=True)
         for name, tokenizer in made.items():
             tokenizer.save_pretrained(beside / name)
+        shutil.rmtree(directory / _FOLDER, ignore_errors=True)
         os.rename(beside, directory / _FOLDER)
     return made
 

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from headway.data import Batch, Sample, normals, uniform
-from headway.models import CaptionTokens, FrozenParts
+from headway.models import CaptionTokens, FrozenParts, timestep_shift
 from headway.recipe import FlowMatchingRecipe
-
-# FLUX.1's schedule: log(shift) grows linearly with the number of image tokens between these two points.
-RESOLUTION_SHIFT = ((256, 0.5), (4096, 1.15))
 
 
 @dataclass(frozen=True)
@@ -103,14 +100,6 @@ class FlowMatching:
         if self.objective.timesteps == "logit_normal":
             draw = torch.sigmoid(self.objective.logit_mean + self.objective.logit_std * draw)
         return self.shift * draw / (1 + (self.shift - 1) * draw)
-
-
-def timestep_shift(objective: FlowMatchingRecipe, image_tokens: int) -> float:
-    """The recipe's shift, or FLUX.1's for this many tokens: exp of a line through ``RESOLUTION_SHIFT``."""
-    if objective.shift != "resolution":
-        return objective.shift
-    (low_tokens, low), (high_tokens, high) = RESOLUTION_SHIFT
-    return math.exp(low + (high - low) * (image_tokens - low_tokens) / (high_tokens - low_tokens))
 
 
 def sigma_weight(objective: FlowMatchingRecipe, sigma: torch.Tensor) -> torch.Tensor:
