@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from headway.train import flops
 from headway.train.flops import Flops, MicroBatchFlops, add, count_flops, on_meta, utilisation
 from tiny_models import DIFFUSION
 
@@ -268,3 +269,15 @@ def test_utilisation_needs_a_known_peak():
     assert flops == Flops(2 * 10**12, 4 * 10**12, 2 * 10**12)
     assert utilisation(flops, step_time_s=2.0, peak_tflops=None) == (3.0, None, None)
     assert utilisation(flops, step_time_s=2.0, peak_tflops=10.0) == (3.0, pytest.approx(0.3), pytest.approx(0.4))
+
+
+def test_only_so_many_sets_of_shapes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flops, "SHAPES_COUNTED", 2)
+    layer = nn.Linear(4, 4, device="meta")
+    count = MicroBatchFlops(layer, lambda tensors: layer(tensors["x"]).sum())
+    found = [count({"x": torch.zeros(rows, 4)}) for rows in (1, 2, 3, 2)]
+    assert found[2] is None
+    assert found[1] == found[3]
+    assert found[1] is not None
+    assert found[0] is not None
+    assert found[1].forward == 2 * found[0].forward

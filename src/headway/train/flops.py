@@ -21,6 +21,9 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_c
 
 aten = torch.ops.aten
 
+SHAPES_COUNTED = 64
+"""Counting takes about a second a set of shapes: pictures that all differ in size must not slow the training down."""
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -85,7 +88,7 @@ def add(parts: list[Flops]) -> Flops:
 
 
 class MicroBatchFlops:
-    """Counts micro-batches on a meta copy of the model, once for each new set of shapes.
+    """Counts micro-batches on a meta copy of the model, once for each of the first ``SHAPES_COUNTED`` sets of shapes.
 
     ``loss`` is the objective on that copy, of the micro-batch's tensors. Pictures of varying size are told apart by the
     values of ``*_grid_thw``: attention stays within each.
@@ -96,13 +99,15 @@ class MicroBatchFlops:
         self._loss = loss
         self._known: dict[Any, Flops] = {}
 
-    def __call__(self, tensors: Mapping[str, Tensor]) -> Flops:
-        """The operations of one forward and backward pass of a micro-batch."""
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Flops | None:
+        """The operations of one forward and backward pass of a micro-batch; None when too many shapes were counted."""
         shapes = tuple(
             (name, tuple(tensor.shape), tuple(tensor.flatten().tolist()) if name.endswith("_grid_thw") else ())
             for name, tensor in tensors.items()
         )
         if shapes not in self._known:
+            if len(self._known) == SHAPES_COUNTED:
+                return None
             self._known[shapes] = count_flops(lambda: self._loss(on_meta(tensors)), self._model)
         return self._known[shapes]
 

@@ -13,7 +13,7 @@ from headway.errors import RunFailed
 from headway.parallel import backward, clip_gradients, reduce_gradients, squared_norm_share
 from headway.recipe import Recipe
 from headway.train.assembly import Assembly
-from headway.train.flops import Flops
+from headway.train.flops import Flops, add
 from headway.train.optimizers import load_optimizer_state, optimizer_state, set_learning_rate
 from headway.train.schedules import learning_rate_factor
 from headway.train.sharded import trainable_parameters
@@ -129,7 +129,7 @@ class Trainer:
         return counts
 
     def _flops(self, batches: list[Batch]) -> list[float]:
-        """Forward, backward and recomputed FLOPs of this rank; NaN once the model turned out not to be countable."""
+        """Forward, backward and recomputed FLOPs of this rank; NaN where they are not known."""
         if not self._countable:
             return [math.nan] * 3
         try:
@@ -138,9 +138,11 @@ class Trainer:
             self._countable = False
             self.on_event("flops_unknown", message=f"no FLOPs are shown: the model does not run on meta ({error})")
             return [math.nan] * 3
-        return [
-            float(sum(values)) for values in zip(*((f.forward, f.backward, f.recomputed) for f in parts), strict=True)
-        ]
+        counted = [part for part in parts if part is not None]
+        if len(counted) < len(parts):
+            return [math.nan] * 3
+        total = add(counted)
+        return [float(total.forward), float(total.backward), float(total.recomputed)]
 
     def _accumulate_gradients(self, number: int, batches: list[Batch], weight: torch.Tensor) -> list[torch.Tensor]:
         """Gradient of (Σ loss over the global batch / weight); returns each micro-batch's loss sum.
