@@ -234,10 +234,11 @@ class _Run:
         held_out = {caption.casefold() for caption in self.recipe.data.hold_out}
         order = sorted(range(len(captions)), key=lambda number: captions[number].casefold() in held_out)
         first_held_out = sum(caption.casefold() not in held_out for caption in captions)
+        columns = max(1, 8 // recipe.per_prompt) * recipe.per_prompt
         headings = {}
         if 0 < first_held_out < len(captions):
             headings = {0: "Captions trained on", first_held_out: "Captions never trained on"}
-        save_grid(pictures[order], [captions[number] for number in order], file, headings=headings)
+        save_grid(pictures[order], [captions[number] for number in order], file, columns=columns, headings=headings)
 
     def save(self, final: bool = False) -> None:
         """Save a checkpoint; training stands still only for the copy to host memory unless it is the ``final`` one.
