@@ -31,8 +31,9 @@ class Batches:
 class Module(LightningModule):
     """The task as a LightningModule; ``losses`` holds the global mean loss of each step."""
 
-    def __init__(self, task: Task, world: int) -> None:
+    def __init__(self, task: Task, world: int, mixed: bool) -> None:
         super().__init__()
+        self.mixed = mixed
         self.task = task
         self.model = task.model
         self.world = world
@@ -50,8 +51,8 @@ class Module(LightningModule):
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW with its schedule by step."""
-        optimizer = self.task.optimizer(list(self.model.parameters()))
+        """AdamW with its schedule by step; not fused in mixed precision, where Lightning refuses to clip for it."""
+        optimizer = self.task.optimizer(list(self.model.parameters()), fused=not self.mixed)
         self.average = HandAverage(self.task, self.model.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.task.lr_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -80,7 +81,7 @@ class LightningLoop:
         warnings.filterwarnings("ignore", module="lightning")
         mixed = task.compute == torch.bfloat16 and world == 1
         self.task = task
-        self.module = Module(task, world)
+        self.module = Module(task, world, mixed)
         self.trainer = Trainer(
             accelerator="cpu",
             devices=world,

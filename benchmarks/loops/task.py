@@ -60,14 +60,14 @@ class Task:
         """Decay of the average at a step (0-based), with warm-up."""
         return min(self.recipe.ema.decays[0], (1 + step) / (10 + step))
 
-    def optimizer(self, weights: list[nn.Parameter]) -> torch.optim.AdamW:
-        """Fused AdamW; vectors get no weight decay."""
+    def optimizer(self, weights: list[nn.Parameter], fused: bool = True) -> torch.optim.AdamW:
+        """AdamW; vectors get no weight decay."""
         optim = self.recipe.optim
         groups = [
             {"params": [w for w in weights if w.ndim >= 2], "weight_decay": optim.weight_decay},
             {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
 
 
 def new_task(recipe: Recipe, tokenizers: dict[str, Any], accumulation: int) -> Task:

@@ -60,6 +60,8 @@ class OneDevice:
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Add up gradients in the reduce dtype; after a step's last backward pass, hand them to the masters."""
+        if self._reduce == self._compute and not self.last_micro_batch:
+            return  # autograd adds them up where they are
         added: list[tuple[Tensor, Tensor]] = []
         for index, used in enumerate(self._used):
             if used.grad is None:
@@ -76,7 +78,7 @@ class OneDevice:
             for index, total in self._sums.items():
                 masters[index].grad = _like(masters[index], total.to(masters[index].dtype))
             self._sums = {}
-        self._stale = True
+            self._stale = True
 
 
 _models: WeakKeyDictionary[nn.Module, OneDevice] = WeakKeyDictionary()
