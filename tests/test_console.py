@@ -148,7 +148,7 @@ def test_the_summary_says_what_the_run_came_to_and_keeps_paths_whole(tmp_path):
     )
     console, out = plain()
     path = tmp_path / ("long" * 20) / "step-830.png"
-    console.summary(summary, {"samples": path})
+    console.summary(summary, {"samples": str(path)})
     text = out.getvalue()
     assert str(path) in text
     rows = dict(re.findall(r"│ (\S.*?\S?)\s+│ (.*?)\s+│", text))

@@ -59,7 +59,11 @@ class ParquetImages:
             raise BadRecord(record, "no caption, or it cannot be read")
         try:
             value = _row_group(file, group, self.image_column, file.stat().st_mtime_ns)[row].as_py()
-        except (OSError, pa.ArrowException) as error:
+        except (
+            OSError,
+            IndexError,
+            pa.ArrowException,
+        ) as error:  # a damaged row group may hold fewer rows than it says
             raise BadRecord(record, f"the row group cannot be read ({error})") from error
         data = value.get("bytes") if isinstance(value, dict) else value
         if not data:
