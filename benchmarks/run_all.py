@@ -115,11 +115,11 @@ def page() -> str:
     parts = [
         "# Benchmarks",
         "Written by `make bench` (`python benchmarks/run_all.py`) from `benchmarks/results/*.json`. Numbers are "
-        "medians, to be compared within a table: there all ways took turns in the same run.",
+        "medians unless a heading says otherwise, to be compared within a table: there all ways took turns in the same run.",
     ]
     for name, table in TABLES.items():
         result = json.loads((RESULTS / f"{name}.json").read_text())
-        facts = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
+        facts = ", ".join(f"{key} {value}" for key, value in result.get("machine", {}).items()) or "not recorded"
         parts += [f"## {name}", _about(name), _markdown(list(table(result))), f"Measured on: {facts}."]
     return "\n\n".join(parts) + "\n"
 
