@@ -115,7 +115,7 @@ def page() -> str:
     parts = [
         "# Benchmarks",
         "Written by `make bench` (`python benchmarks/run_all.py`) from `benchmarks/results/*.json`. Numbers are "
-        "medians unless a heading says otherwise, to be compared within a table: there all ways took turns in the same run.",
+        "medians unless a heading says otherwise, to be compared within a table: there all ways took turns in one run.",
     ]
     for name, table in TABLES.items():
         result = json.loads((RESULTS / f"{name}.json").read_text())

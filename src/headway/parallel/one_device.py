@@ -2,8 +2,8 @@
 
 ``fully_shard`` over a single rank computes the same numbers, but it copies every parameter twice in each micro-batch
 and runs Python around each of them: a step of a small model then takes 25 to 40 % longer on a CPU (``raw_fully_shard``
-in benchmarks/trainer_overhead.py). Here the model computes with ordinary parameters in the compute dtype, and what trains
-it gets DTensors on the mesh of one rank, with the names, dtypes and gradients that ``fully_shard`` would give them.
+in benchmarks/trainer_overhead.py). Here the model computes with ordinary parameters in the compute dtype, and what
+trains it gets DTensors on the mesh of one rank, with the names, dtypes and gradients that ``fully_shard`` would give.
 """
 
 from typing import Any
