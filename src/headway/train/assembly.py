@@ -100,7 +100,9 @@ def assemble(recipe: Recipe, ranks: Ranks, directory: Path) -> Assembly:
 
 def _lay_out(recipe: Recipe, built: BuiltModel, ranks: Ranks) -> None:
     """Checkpointing, compilation, then sharding: all on meta tensors. Only then does each rank fill its own slices."""
-    if ranks.device.type == "cpu" and recipe.precision.compute == "bfloat16" and not has_bfloat16_instructions():
+    # Muon orthogonalises in bfloat16 whatever the compute dtype is.
+    in_bfloat16 = recipe.precision.compute == "bfloat16" or recipe.optim.kind == "muon"
+    if ranks.device.type == "cpu" and in_bfloat16 and not has_bfloat16_instructions():
         emulate_bfloat16_products()
     blocks = [block for _, block in built.blocks]
     checkpoint_activations(blocks, recipe.memory.activation_checkpointing)
