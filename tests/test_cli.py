@@ -94,12 +94,8 @@ def test_our_own_bugs_keep_their_traceback(monkeypatch):
 
 
 def test_the_command_line_imports_no_heavy_library_before_a_command_needs_it():
-    code = (
-        "import sys, time; began = time.process_time(); import headway.cli.main; "
-        "print(time.process_time() - began, *sorted({name.partition('.')[0] for name in sys.modules}))"
-    )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
-    seconds = min(float(result.stdout.split()[0]) for result in runs)
+    code = "import sys, headway.cli.main; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "numpy", "transformers", "diffusers", "pyarrow", "PIL", "peft"}
-    assert heavy.isdisjoint(runs[0].stdout.split())
-    assert seconds < 0.3
+    assert heavy.isdisjoint(result.stdout.split())
+
