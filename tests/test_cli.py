@@ -98,4 +98,3 @@ def test_the_command_line_imports_no_heavy_library_before_a_command_needs_it():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "numpy", "transformers", "diffusers", "pyarrow", "PIL", "peft"}
     assert heavy.isdisjoint(result.stdout.split())
-
