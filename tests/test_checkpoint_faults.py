@@ -31,9 +31,8 @@ from headway.train.checkpoint_manifest import (
 )
 from headway.train.checkpoint_reading import read_full, read_values
 from headway.train.checkpoints import Checkpoints
-from headway.train.sharded import trainable_parameters
 from ranks import _rank_main, fork, run_ranks
-from shards import shard
+from shards import masters_of, shard
 
 
 def file_size_limit_on_rank_1(directory: Path) -> list:
@@ -227,7 +226,7 @@ def misfit(directory: Path) -> list[str]:
     run.checkpoints.save(1, run.state(), final=True)
     messages = []
     wrong = {"model": {"0.weight": torch.zeros(5, 7), "other": torch.zeros(1), "0.bias": torch.zeros(5).bfloat16()}}
-    for state in (wrong, {"model": trainable_parameters(run.model)}):
+    for state in (wrong, {"model": run.masters.whole}):
         with pytest.raises(UserError) as caught:
             run.checkpoints.load(directory / "step-00000001", state)
         messages.append(str(caught.value))
@@ -302,7 +301,7 @@ def save_until_killed(directory: Path) -> None:
     model = shard(torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)))
     checkpoints = Checkpoints(directory, CheckpointRecipe(), lambda kind, fields: None)
     newest = checkpoints.newest_good()
-    state = {"model": trainable_parameters(model), "trainer": {"step": 0}}
+    state = {"model": masters_of(model).whole, "trainer": {"step": 0}}
     if newest:
         checkpoints.load(newest, state)
         assert all(bool((p.to_local() == state["trainer"]["step"]).all()) for p in model.parameters())

@@ -12,9 +12,8 @@ from headway.train.checkpoint_manifest import (
 )
 from headway.train.checkpoint_reading import read_full, read_values
 from headway.train.checkpoints import Checkpoints
-from headway.train.sharded import trainable_parameters
 from ranks import run_ranks
-from shards import shard
+from shards import masters_of, shard
 
 
 def saved_run(directory: Path, replicate: int) -> dict:
@@ -125,7 +124,7 @@ def memory_over_saves(directory: Path) -> float:
     checkpoints = Checkpoints(directory, CheckpointRecipe(keep_last=1), lambda kind, fields: None)
     resident = []
     for step in range(30):
-        checkpoints.save(step, {"model": trainable_parameters(model), "trainer": {"step": step}})
+        checkpoints.save(step, {"model": masters_of(model).whole, "trainer": {"step": step}})
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
     checkpoints.finish()

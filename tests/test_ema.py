@@ -4,6 +4,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
 from headway.errors import UserError
+from headway.parallel import FullyShardedModel, Masters
 from headway.recipe import EmaRecipe
 from headway.train.ema import Ema
 from ranks import run_ranks
@@ -25,6 +26,11 @@ def set_weights(model: torch.nn.Module, step: int) -> None:
         p.to_local().copy_(distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local())
 
 
+def ema_of(model: torch.nn.Module, recipe: EmaRecipe) -> Ema:
+    laid_out = FullyShardedModel(model)
+    return Ema(Masters(laid_out.parameters(), dist.get_world_size()), laid_out, recipe)
+
+
 def reference(recipe: EmaRecipe, steps: int, dtype: torch.dtype) -> dict[str, dict[str, torch.Tensor]]:
     """The formula written out, tensor by tensor, on one device."""
     result = {}
@@ -41,7 +47,7 @@ def reference(recipe: EmaRecipe, steps: int, dtype: torch.dtype) -> dict[str, di
 
 def averaged(replicate: int, recipe: EmaRecipe, steps: int, dtype: torch.dtype) -> dict:
     model = shard(uneven_model(dtype=dtype), replicate)
-    ema = Ema(model, recipe)
+    ema = ema_of(model, recipe)
     for step in range(steps):
         set_weights(model, step)
         ema.update(step)
@@ -74,7 +80,7 @@ def test_every_skips_steps_and_keeps_the_horizon(warmup):
 
 def forward_equals_plain_model(replicate: int, dtype: torch.dtype) -> None:
     model = shard(uneven_model(dtype=dtype), replicate)
-    ema = Ema(model, EmaRecipe(decays=DECAYS))
+    ema = ema_of(model, EmaRecipe(decays=DECAYS))
     set_weights(model, 0)
     ema.update(0)
     set_weights(model, 1)
@@ -106,7 +112,7 @@ def test_bfloat16_weights_come_back_bit_for_bit():
 
 def state_moves() -> None:
     model = shard(uneven_model())
-    ema, other = Ema(model, EmaRecipe(decays=DECAYS)), Ema(model, EmaRecipe(decays=DECAYS))
+    ema, other = ema_of(model, EmaRecipe(decays=DECAYS)), ema_of(model, EmaRecipe(decays=DECAYS))
     set_weights(model, 0)
     ema.update(0)
     other.load_state_dict(ema.state_dict())
@@ -120,7 +126,7 @@ def state_moves() -> None:
         pass
     with pytest.raises(UserError, match="decays"):
         other.load_state_dict({"0.9": {}})
-    empty = Ema(model, EmaRecipe())
+    empty = ema_of(model, EmaRecipe())
     empty.update(0)
     assert empty.state_dict() == {}
 
@@ -132,7 +138,7 @@ def test_state_is_taken_over_and_unknown_decays_are_refused():
 def frozen_parameters_have_no_average() -> list[str]:
     model = uneven_model()
     model[0].requires_grad_(False)
-    return sorted(Ema(shard(model), EmaRecipe(decays=[0.9])).state_dict()["0.9"])
+    return sorted(ema_of(shard(model), EmaRecipe(decays=[0.9])).state_dict()["0.9"])
 
 
 def test_only_trained_parameters_are_averaged():
@@ -142,7 +148,7 @@ def test_only_trained_parameters_are_averaged():
 
 def updates_without_communication() -> int:
     model = shard(uneven_model())
-    ema = Ema(model, EmaRecipe(decays=DECAYS))
+    ema = ema_of(model, EmaRecipe(decays=DECAYS))
     if dist.get_rank() == 0:  # a collective would wait for the other rank and fail
         for step in range(3):
             ema.update(step)

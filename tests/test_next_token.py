@@ -126,7 +126,7 @@ def test_a_document_sees_nothing_of_its_neighbours(model: torch.nn.Module) -> No
 
     def logits() -> torch.Tensor:
         with torch.no_grad():
-            return NextToken(RECIPE).logits(model, Batch(collate([packed(documents, 0, 64)[0]], [0], 0), [0]))[0]
+            return NextToken(RECIPE).predict(model, Batch(collate([packed(documents, 0, 64)[0]], [0], 0), [0]))[0]
 
     before = logits()
     documents[1] = [token + 1 for token in documents[1]]
@@ -154,6 +154,6 @@ def test_a_corrupt_document_weighs_nothing(tmp_path: Path) -> None:
     with torch.no_grad():
         tensors = {name: tensor[[0, 2, 3]] for name, tensor in batch.tensors.items()}
         whole = functional.cross_entropy(
-            objective.logits(model, Batch(tensors, [])).flatten(0, 1), tensors["labels"].flatten(), reduction="sum"
+            objective.predict(model, Batch(tensors, [])).flatten(0, 1), tensors["labels"].flatten(), reduction="sum"
         )
         torch.testing.assert_close(objective.loss(model, batch), whole)

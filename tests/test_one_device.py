@@ -9,11 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from headway.parallel import backward, reduce_gradients, shard
+from headway.parallel import FullyShardedModel, Masters, shard
 from headway.recipe import EmaRecipe, OptimRecipe, PrecisionRecipe
 from headway.train.ema import Ema
 from headway.train.optimizers import build_optimizers
-from headway.train.sharded import trainable_parameters
 from ranks import run_ranks
 
 
@@ -47,26 +46,29 @@ def train(kind: str, compute: str, master: str, steps: int = 4) -> dict[str, Any
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
     precision = PrecisionRecipe(compute=compute, master=master)  # type: ignore[arg-type]
     if kind == "whole":
-        shard(model, model.blocks, mesh, precision)
+        laid_out = shard(model, model.blocks, mesh, precision)
     else:
         policy = MixedPrecisionPolicy(getattr(torch, compute), torch.float32, cast_forward_inputs=False)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = build_optimizers(model, OptimRecipe(lr=1e-2))[0]
-    ema = Ema(model, EmaRecipe(decays=[0.5]))
-    parameters = trainable_parameters(model)
+        laid_out = FullyShardedModel(model)
+    masters = Masters(laid_out.parameters(), 1)
+    optimizer = build_optimizers(masters, OptimRecipe(lr=1e-2))[0]
+    ema = Ema(masters, laid_out, EmaRecipe(decays=[0.5]))
     generator = torch.Generator().manual_seed(2)
     losses, gradients = [], {}
     for step in range(steps):
         for micro in range(3):
-            reduce_gradients(model, on=micro == 2)
+            laid_out.begin_micro_batch(last=micro == 2)
             loss = loss_of(model, torch.randint(0, 11, (2, 5), generator=generator))
-            backward(model, loss / 3)
+            laid_out.backward(loss / 3)
             losses.append(loss.item())
-        gradients = {name: parameter.grad.to_local().clone() for name, parameter in parameters.items()}
+        laid_out.hand_over(masters)
+        gradients = {name: shard.grad.clone() for name, shard in masters.local.items() if shard.grad is not None}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        laid_out.masters_changed()
         ema.update(step)
     tokens = torch.arange(10).view(2, 5)
     with torch.no_grad():
@@ -74,7 +76,7 @@ def train(kind: str, compute: str, master: str, steps: int = 4) -> dict[str, Any
         with ema.swapped_in(0.5):
             averaged = loss_of(model, tokens).item()
         again = loss_of(model, tokens).item()
-    weights = {name: parameter.to_local().clone() for name, parameter in trainable_parameters(model).items()}
+    weights = {name: parameter.to_local().clone() for name, parameter in masters.whole.items()}
     return {"losses": [*losses, live, averaged, again], "gradients": gradients, "weights": weights}
 
 
@@ -95,8 +97,8 @@ def test_a_model_held_whole_trains_as_fully_shard_over_one_rank_does(compute: st
 def layout_of(compute: str) -> dict[str, Any]:
     model = TiedModel()
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-    shard(model, model.blocks, mesh, PrecisionRecipe(compute=compute))  # type: ignore[arg-type]
-    masters = trainable_parameters(model)
+    laid_out = shard(model, model.blocks, mesh, PrecisionRecipe(compute=compute))  # type: ignore[arg-type]
+    masters = laid_out.parameters()
     model(torch.zeros(1, 2, dtype=torch.int64))
     return {
         "used": {name: parameter.dtype for name, parameter in model.named_parameters()},

@@ -8,7 +8,7 @@ from headway.errors import UserError
 from headway.recipe import OptimRecipe
 from headway.train.optimizers import build_optimizers, load_optimizer_state, optimizer_state, set_learning_rate
 from ranks import run_ranks
-from shards import full, set_gradients, shard, uneven_model
+from shards import full, masters_of, set_gradients, shard, uneven_model
 
 MATRICES = {"0.weight", "1.weight"}
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]
@@ -39,13 +39,13 @@ def recipe(kind: str) -> OptimRecipe:
 
 
 def sharded_steps(kind: str, replicate: int, steps: int, dtype: torch.dtype = torch.float32) -> dict:
-    model = shard(uneven_model(dtype=dtype), replicate)
-    optimizers = build_optimizers(model, recipe(kind), MATRICES)
+    masters = masters_of(shard(uneven_model(dtype=dtype), replicate))
+    optimizers = build_optimizers(masters, recipe(kind), MATRICES)
     for step in range(steps):
-        set_gradients(model, step)
+        set_gradients(masters, step)
         for optimizer in optimizers:
             optimizer.step()
-    return full(dict(model.named_parameters()))
+    return full(masters.whole)
 
 
 @pytest.mark.parametrize(("world", "replicate"), LAYOUTS)
@@ -66,12 +66,12 @@ def test_bfloat16_master_weights_are_stepped_as_on_one_device():
 
 
 def orthogonality_of_shards() -> float:
-    model = shard(uneven_model())
-    optimizer = build_optimizers(model, OptimRecipe(kind="muon", muon_lr=1.0, weight_decay=0.0), {"0.weight"})[0]
-    before = full(dict(model.named_parameters()))["0.weight"]
-    set_gradients(model, 0)
+    masters = masters_of(shard(uneven_model()))
+    optimizer = build_optimizers(masters, OptimRecipe(kind="muon", muon_lr=1.0, weight_decay=0.0), {"0.weight"})[0]
+    before = full(masters.whole)["0.weight"]
+    set_gradients(masters, 0)
     optimizer.step()
-    update = before - full(dict(model.named_parameters()))["0.weight"]
+    update = before - full(masters.whole)["0.weight"]
     return float(torch.linalg.svdvals(update / (0.2 * 6**0.5)).min())
 
 
@@ -81,11 +81,11 @@ def test_the_whole_matrix_is_orthogonalised_not_its_shards():
 
 
 def groups_of(kind: str) -> list:
-    model = shard(uneven_model())
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    masters = masters_of(shard(uneven_model()))
+    names = {shard: name for name, shard in masters.local.items()}
     return [
         (type(optimizer).__name__, group["weight_decay"], sorted(names[p] for p in group["params"]))
-        for optimizer in build_optimizers(model, recipe(kind), MATRICES)
+        for optimizer in build_optimizers(masters, recipe(kind), MATRICES)
         for group in optimizer.param_groups
     ]
 
@@ -94,14 +94,14 @@ def test_vectors_have_no_weight_decay_and_muon_gets_only_the_named_matrices():
     vectors = [*sorted(f"{i}.bias" for i in range(4)), "2.weight"]
     assert run_ranks(1, groups_of, "muon")[0] == [
         ("ShardedMuon", 0.1, ["0.weight", "1.weight"]),
-        ("LocalAdamW", 0.1, ["3.weight"]),
-        ("LocalAdamW", 0.0, sorted(vectors)),
+        ("AdamW", 0.1, ["3.weight"]),
+        ("AdamW", 0.0, sorted(vectors)),
     ]
-    assert run_ranks(1, groups_of, "adamw")[0][0] == ("LocalAdamW", 0.1, ["0.weight", "1.weight", "3.weight"])
+    assert run_ranks(1, groups_of, "adamw")[0][0] == ("AdamW", 0.1, ["0.weight", "1.weight", "3.weight"])
 
 
 def learning_rates(kind: str) -> list[float]:
-    optimizers = build_optimizers(shard(uneven_model()), recipe(kind), MATRICES)
+    optimizers = build_optimizers(masters_of(shard(uneven_model())), recipe(kind), MATRICES)
     set_learning_rate(optimizers, 0.1)
     set_learning_rate(optimizers, 0.5)
     return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
@@ -112,17 +112,17 @@ def test_the_learning_rate_is_the_factor_times_the_recipe_of_each_optimizer():
 
 
 def state_survives(kind: str) -> tuple[list, list]:
-    model = shard(uneven_model())
-    optimizers = build_optimizers(model, recipe(kind), MATRICES)
-    first = {name: full(values) for name, values in optimizer_state(model, optimizers).items()}
+    masters = masters_of(shard(uneven_model()))
+    optimizers = build_optimizers(masters, recipe(kind), MATRICES)
+    first = {name: full(values) for name, values in optimizer_state(masters, optimizers).items()}
     for step in range(3):
-        set_gradients(model, step)
+        set_gradients(masters, step)
         for optimizer in optimizers:
             optimizer.step()
-    saved = {name: full(values) for name, values in optimizer_state(model, optimizers).items()}
-    fresh = build_optimizers(model, recipe(kind), MATRICES)
-    load_optimizer_state(model, fresh, optimizer_state(model, optimizers))
-    loaded = {name: full(values) for name, values in optimizer_state(model, fresh).items()}
+    saved = {name: full(values) for name, values in optimizer_state(masters, optimizers).items()}
+    fresh = build_optimizers(masters, recipe(kind), MATRICES)
+    load_optimizer_state(masters, fresh, optimizer_state(masters, optimizers))
+    loaded = {name: full(values) for name, values in optimizer_state(masters, fresh).items()}
     assert all(float(value.abs().sum()) == 0 for values in first.values() for value in values.values())
     return saved, loaded
 
@@ -142,7 +142,7 @@ def test_state_by_parameter_name_starts_at_zero_and_survives_a_new_optimizer(kin
 def frozen() -> str:
     model = uneven_model().requires_grad_(False)
     with pytest.raises(UserError) as caught:
-        build_optimizers(shard(model), OptimRecipe())
+        build_optimizers(masters_of(shard(model)), OptimRecipe())
     return str(caught.value)
 
 
@@ -156,20 +156,20 @@ def large_model() -> nn.Sequential:
 
 
 def eight_bit(steps: int) -> tuple:
-    model = shard(large_model())
-    optimizers = build_optimizers(model, OptimRecipe(kind="adamw_8bit", lr=0.01, weight_decay=0.1))
+    masters = masters_of(shard(large_model()))
+    optimizers = build_optimizers(masters, OptimRecipe(kind="adamw_8bit", lr=0.01, weight_decay=0.1))
     for step in range(steps):
         set_learning_rate(optimizers, 0.5)
-        set_gradients(model, step)
+        set_gradients(masters, step)
         optimizers[0].step()
-    live = optimizers[0].state[model[0].weight]["exp_avg"].to_local()
+    live = optimizers[0].state[masters.local["0.weight"]]["exp_avg"]
     codes, scales = live.codes.clone(), live.scale.clone()
-    state = optimizer_state(model, optimizers)
-    load_optimizer_state(model, optimizers, state)
+    state = optimizer_state(masters, optimizers)
+    load_optimizer_state(masters, optimizers, state)
     assert torch.equal(codes, live.codes)
     assert torch.equal(scales, live.scale)
     assert all(value.dtype == torch.float32 for value in state["0.weight"].values())
-    return full(dict(model.named_parameters())), {key: value.shape for key, value in state["0.weight"].items()}
+    return full(masters.whole), {key: value.shape for key, value in state["0.weight"].items()}
 
 
 def test_8bit_adamw_follows_adamw_and_its_state_survives_saving_bit_for_bit():
@@ -190,7 +190,7 @@ def test_8bit_adamw_follows_adamw_and_its_state_survives_saving_bit_for_bit():
 def without_torchao() -> str:
     sys.modules["torchao.optim"] = None
     with pytest.raises(UserError) as caught:
-        build_optimizers(shard(uneven_model()), OptimRecipe(kind="adamw_8bit"))
+        build_optimizers(masters_of(shard(uneven_model())), OptimRecipe(kind="adamw_8bit"))
     return str(caught.value)
 
 

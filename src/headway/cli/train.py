@@ -33,7 +33,7 @@ def train(
     """
     resolved = load_recipe(recipe, overrides or ())
     from headway.data import accumulation
-    from headway.parallel import data_parallel_sizes
+    from headway.parallel import sizes
     from headway.train import clear_request
 
     if "RANK" in os.environ:
@@ -42,7 +42,7 @@ def train(
         if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
             clear_request(resolved.run.directory)
         raise typer.Exit(_as_one_rank(resolved))
-    data_parallel_sizes(resolved.layout, ranks)
+    sizes(resolved.layout, ranks)
     accumulation(resolved.run.global_batch, resolved.run.micro_batch, ranks)
     clear_request(resolved.run.directory)
     if ranks == 1:

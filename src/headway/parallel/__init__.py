@@ -1,27 +1,29 @@
-"""Layouts: ranks, mesh, sharding, activation checkpointing, compilation, precision, gradient norm."""
+"""Layouts: ranks, mesh, sharding, activation checkpointing, compilation, precision, what a rank trains."""
 
 from headway.parallel.activation_checkpointing import checkpoint_activations
 from headway.parallel.bfloat16_on_cpu import emulate_bfloat16_products, has_bfloat16_instructions
 from headway.parallel.compile import compile_blocks
-from headway.parallel.data_parallel import backward, reduce_gradients, shard
-from headway.parallel.gradient_norm import clip_gradients, squared_norm_share
-from headway.parallel.mesh import build_mesh, data_parallel_sizes
-from headway.parallel.one_device import held_whole
+from headway.parallel.data_parallel import FullyShardedModel, LaidOut, shard
+from headway.parallel.masters import Masters
+from headway.parallel.mesh import Meshes, Sizes, sizes
+from headway.parallel.placement import Piece, holders, pieces
 from headway.parallel.ranks import Ranks, start_ranks
 
 __all__ = [
+    "FullyShardedModel",
+    "LaidOut",
+    "Masters",
+    "Meshes",
+    "Piece",
     "Ranks",
-    "backward",
-    "build_mesh",
+    "Sizes",
     "checkpoint_activations",
-    "clip_gradients",
     "compile_blocks",
-    "data_parallel_sizes",
     "emulate_bfloat16_products",
     "has_bfloat16_instructions",
-    "held_whole",
-    "reduce_gradients",
+    "holders",
+    "pieces",
     "shard",
-    "squared_norm_share",
+    "sizes",
     "start_ranks",
 ]

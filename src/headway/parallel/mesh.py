@@ -1,4 +1,8 @@
-"""From the recipe's layout to a DeviceMesh."""
+"""From the recipe's layout to the device meshes of its axes."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -6,28 +10,142 @@ from headway.errors import UserError
 from headway.recipe import LayoutRecipe
 
 
-def data_parallel_sizes(layout: LayoutRecipe, world: int) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) over ``world`` ranks. Raises UserError when their product is not ``world``."""
-    replicate = layout.dp_replicate
+@dataclass(frozen=True)
+class Sizes:
+    """How many ranks each axis has."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp_ring: int
+    cp_ulysses: int
+    tp: int
+    ep: int
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share one sequence."""
+        return self.cp_ring * self.cp_ulysses
+
+    @property
+    def data(self) -> int:
+        """Ranks with batches of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.data * self.cp * self.tp
+
+
+def sizes(layout: LayoutRecipe, world: int) -> Sizes:
+    """The axes' sizes over ``world`` ranks.
+
+    Raises UserError when they do not multiply to ``world``, or when experts' ranks are not among those of a replica.
+    """
+    axes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "cp": layout.cp, "tp": layout.tp}
+    fixed = math.prod(axes.values())
     if layout.dp_shard == "auto":
-        if world % replicate:
+        if world % fixed:
+            raise UserError(f"{_product(axes)} does not divide the {world} ranks; it can be {_divisors(world)}")
+        shard = world // fixed
+    else:
+        shard = layout.dp_shard
+        if fixed * shard != world:
             raise UserError(
-                f"layout.dp_replicate = {replicate} does not divide the {world} ranks; "
-                f"it can be {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
+                f"{_product(axes | {'dp_shard': shard})}, but the run has {world} ranks: start {fixed * shard} ranks, "
+                'or set layout.dp_shard = "auto"'
             )
-        return replicate, world // replicate
-    if replicate * layout.dp_shard != world:
+    ulysses = {"ulysses": layout.cp, "ring": 1, "both": layout.cp_ulysses or 1}[layout.cp_kind]
+    sharing = shard * layout.cp * layout.tp
+    if sharing % layout.ep:
         raise UserError(
-            f"layout.dp_replicate x layout.dp_shard = {replicate} x {layout.dp_shard} = {replicate * layout.dp_shard}, "
-            f"but the run has {world} ranks: start {replicate * layout.dp_shard} ranks, "
-            f'or set layout.dp_shard = "auto"'
+            f"layout.ep = {layout.ep} does not divide dp_shard x cp x tp = {sharing}: experts are shared by ranks of "
+            f"one replica; layout.ep can be {_divisors(sharing)}"
         )
-    return replicate, layout.dp_shard
+    return Sizes(
+        pp=layout.pp,
+        dp_replicate=layout.dp_replicate,
+        dp_shard=shard,
+        cp_ring=layout.cp // ulysses,
+        cp_ulysses=ulysses,
+        tp=layout.tp,
+        ep=layout.ep,
+    )
 
 
-def build_mesh(layout: LayoutRecipe, world: int, device_type: str) -> DeviceMesh:
-    """The mesh that parameters are sharded over: ("dp_shard",), or ("dp_replicate", "dp_shard") with replicas."""
-    replicate, shard = data_parallel_sizes(layout, world)
-    if replicate == 1:
-        return init_device_mesh(device_type, (shard,), mesh_dim_names=("dp_shard",))
-    return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+def _product(axes: dict[str, int]) -> str:
+    """``layout.cp x tp = 2 x 4 = 8``, of the axes with more than one rank."""
+    several = {name: size for name, size in axes.items() if size > 1} or {"dp_shard": 1}
+    factors = " x ".join(map(str, several.values()))
+    result = f" = {math.prod(several.values())}" if len(several) > 1 else ""
+    return f"layout.{' x '.join(several)} = {factors}{result}"
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+class Meshes:
+    """This rank among the others, in each axis of a layout. Every rank must make it, for it makes process groups.
+
+    Ranks are numbered with stages outermost, then replicas, shards, context and tensor parallelism.
+    """
+
+    def __init__(self, layout: LayoutRecipe, rank: int, world: int, device_type: str) -> None:
+        self.sizes = sizes(layout, world)
+        self.rank = rank
+        size = self.sizes
+        self._parameters = init_device_mesh(
+            device_type,
+            (size.pp, size.dp_replicate, size.dp_shard * size.cp, size.tp),
+            mesh_dim_names=("pp", "dp_replicate", "shard", "tp"),
+        )
+        self.pp = self._parameters["pp"]
+        self.tp = self._parameters["tp"]
+        # Ranks that share a sequence share the parameters too: each has a part of their gradients.
+        self.fsdp = self._parameters["shard" if size.dp_replicate == 1 else ("dp_replicate", "shard")]
+        """What parameters are sharded over: ("shard",), or ("dp_replicate", "shard") with replicas."""
+        self._device_type = device_type
+
+    @cached_property
+    def cp(self) -> DeviceMesh:
+        """Ranks of one sequence: ("cp_ring", "cp_ulysses")."""
+        size = self.sizes
+        activations = init_device_mesh(
+            self._device_type,
+            (size.pp * size.data, size.cp_ring, size.cp_ulysses, size.tp),
+            mesh_dim_names=("data", "cp_ring", "cp_ulysses", "tp"),
+        )
+        return activations["cp_ring", "cp_ulysses"]
+
+    @cached_property
+    def expert(self) -> DeviceMesh:
+        """Ranks of one stage as the experts see them: ("dp_replicate", "expert_shard", "ep")."""
+        size = self.sizes
+        experts = init_device_mesh(
+            self._device_type,
+            (size.pp, size.dp_replicate, size.dp_shard * size.cp * size.tp // size.ep, size.ep),
+            mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"),
+        )
+        return experts["dp_replicate", "expert_shard", "ep"]
+
+    @property
+    def stage(self) -> int:
+        """This rank's place among the pipeline's."""
+        return self.rank // self.sizes.stage
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the ``sizes.data`` shares of a batch this rank works on, together with others."""
+        return self.rank // (self.sizes.cp * self.sizes.tp) % self.sizes.data
+
+    def first_ranks_of_data_ranks(self) -> range:
+        """The rank that speaks for each data rank, in their order."""
+        size = self.sizes
+        return range(0, size.stage, size.cp * size.tp)
+
+    @property
+    def is_first_of_data_rank(self) -> bool:
+        """Whether this rank speaks for all that work on the same share of a batch."""
+        return self.rank in self.first_ranks_of_data_ranks()

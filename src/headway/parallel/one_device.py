@@ -6,100 +6,83 @@ in benchmarks/trainer_overhead.py). Here the model computes with ordinary parame
 trains it gets DTensors on the mesh of one rank, with the names, dtypes and gradients that ``fully_shard`` would give.
 """
 
-from typing import Any
-from weakref import WeakKeyDictionary, proxy
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from headway.parallel.masters import Masters
+
 
 class OneDevice:
-    """The master weights of a model on one rank, and the parameters in the compute dtype that the model uses."""
+    """The master weights of a model on one rank, and the parameters in the compute dtype that the model uses.
+
+    The model may still be on meta when it is laid out: it is taken over with the first call of ``parameters``.
+    """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, compute: torch.dtype, reduce: torch.dtype) -> None:
-        self._model = proxy(model)
+        self._model = model
         self._mesh = mesh
         self._compute = compute
         self._reduce = reduce
-        self._masters: dict[str, nn.Parameter] = {}
+        self._masters: dict[str, DTensor] = {}
         self._used: list[Tensor] = []
-        self._sums: dict[int, Tensor] = {}
-        self._stale = False
-        self.last_micro_batch = True
-        """Whether the next backward pass completes the gradients of a step."""
+        self._copied: list[tuple[Tensor, Tensor]] = []
+        self._sums: list[Tensor | None] = []
 
-    def masters(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters by name: DTensors in the master dtype."""
+    def parameters(self) -> dict[str, DTensor]:
+        """The trainable parameters by name: DTensors in the master dtype. The model must have been filled."""
         if not self._masters:
-            self._hold()
+            self._take_over()
         return self._masters
 
-    def expect_change(self) -> None:
-        """Let the next forward pass see the masters as they are then."""
-        self._stale = True
-
-    def _hold(self) -> None:
+    def _take_over(self) -> None:
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
-                local = parameter.detach()
-                self._masters[name] = nn.Parameter(DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False))
-                self._used.append(parameter)
+            master = parameter.detach()
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self._compute)  # in the same dtype: one memory for both
+            if parameter.requires_grad:
+                self._masters[name] = DTensor.from_local(master, self._mesh, [Shard(0)], run_check=False)
+                self._used.append(parameter)
+                if master.dtype != self._compute:
+                    self._copied.append((parameter, master))
+        self._sums = [None] * len(self._used)
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """See LaidOut: one rank has nothing to reduce."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss``, a scalar, in the reduce dtype."""
+        loss.backward()
+        if self._reduce != self._compute:  # else autograd adds them up where they are
+            self._add_up()
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Let the model compute with the masters as they are now."""
-        masters = self.masters().values()
-        if self._stale and any(master.dtype != self._compute for master in masters):
-            torch._foreach_copy_(self._used, [_local(master) for master in masters])
-        self._stale = False
-
-    @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Add up gradients in the reduce dtype; after a step's last backward pass, hand them to the masters."""
-        if self._reduce == self._compute and not self.last_micro_batch:
-            return  # autograd adds them up where they are
-        added: list[tuple[Tensor, Tensor]] = []
+    def _add_up(self) -> None:
+        sums, added = [], []
         for index, used in enumerate(self._used):
-            if used.grad is None:
+            total, gradient = self._sums[index], used.grad
+            if gradient is None:
                 continue
-            if index in self._sums:
-                added.append((self._sums[index], used.grad))
+            if total is None:
+                self._sums[index] = gradient.to(self._reduce)
             else:
-                self._sums[index] = used.grad.to(self._reduce)
+                sums.append(total)
+                added.append(gradient)
             used.grad = None
         if added:
-            torch._foreach_add_([total for total, _ in added], [gradient for _, gradient in added])
-        if self.last_micro_batch:
-            masters = list(self._masters.values())
-            for index, total in self._sums.items():
-                masters[index].grad = _like(masters[index], total.to(masters[index].dtype))
-            self._sums = {}
-            self._stale = True
+            torch._foreach_add_(sums, added)
 
+    def hand_over(self, masters: Masters) -> None:
+        """Give the step's gradients to the masters' shards, in their dtype."""
+        for index, (used, shard) in enumerate(zip(self._used, masters.local.values(), strict=True)):
+            total = used.grad if self._reduce == self._compute else self._sums[index]
+            shard.grad = None if total is None else total.to(shard.dtype)
+            used.grad = None
+            self._sums[index] = None
 
-_models: WeakKeyDictionary[nn.Module, OneDevice] = WeakKeyDictionary()
-
-
-def hold_whole(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype, reduce: torch.dtype) -> None:
-    """Lay ``model`` out on the single rank of ``mesh``; it may still be on meta, and is filled before its first use."""
-    held = OneDevice(model, mesh, compute, reduce)
-    _models[model] = held
-    model.register_forward_pre_hook(lambda module, arguments: held.refresh())
-
-
-def held_whole(model: nn.Module) -> OneDevice | None:
-    """The model's masters when it is held whole, None when it is sharded."""
-    return _models.get(model)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
-
-
-def _like(master: Any, gradient: Tensor) -> DTensor:
-    return DTensor(gradient, master._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    @torch.no_grad()
+    def masters_changed(self) -> None:
+        """Let the model compute with the masters as they are now."""
+        if self._copied:
+            torch._foreach_copy_([used for used, _ in self._copied], [master for _, master in self._copied])

@@ -200,11 +200,44 @@ class PrecisionRecipe(Section):
 
 
 class LayoutRecipe(Section):
-    """How many ranks share what. dp_replicate x dp_shard = ranks: DDP (n x 1), FSDP2 (1 x n), HSDP (r x s)."""
+    """How many ranks share what: ranks = pp x dp_replicate x dp_shard x cp x tp.
+
+    DDP is (dp_replicate, dp_shard) = (n, 1), FSDP2 (1, n), HSDP (r, s). Neighbouring ranks are in one tensor-parallel
+    group, then in one context-parallel group; pipeline stages are farthest apart.
+    """
 
     dp_replicate: PositiveInt = 1
     dp_shard: PositiveInt | Literal["auto"] = "auto"
-    """auto: all ranks that dp_replicate leaves."""
+    """auto: all ranks that the other sizes leave."""
+    tp: PositiveInt = 1
+    """Ranks that share each block's matrix products (tensor parallelism)."""
+    sequence_parallel: bool = True
+    """With tp: activations between a language model's products are split over the sequence."""
+    cp: PositiveInt = 1
+    """Ranks that share each sequence, image or video (context parallelism)."""
+    cp_kind: Literal["ulysses", "ring", "both"] = "ulysses"
+    """ulysses: all-to-all over attention heads; ring: keys and values go round; both: rings of all-to-all groups."""
+    cp_ulysses: PositiveInt | None = None
+    """With cp_kind = "both": ranks of an all-to-all group, a divisor of cp."""
+    pp: PositiveInt = 1
+    """Ranks that share the blocks (pipeline parallelism)."""
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = "1f1b"
+    pp_stages_per_rank: PositiveInt | Literal["auto"] = "auto"
+    """auto: one for gpipe and 1f1b, two for the others."""
+    pp_cuts: list[PositiveInt] | None = None
+    """Blocks of each stage in the order of the model; None: balanced."""
+    ep: PositiveInt = 1
+    """Ranks that share the experts of each layer (expert parallelism), out of dp_shard x cp x tp."""
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Whether gathered blocks are freed between forward and backward; auto: yes, unless the schedule forbids it."""
+
+    @model_validator(mode="after")
+    def _context_parallel_kind_fits(self) -> Self:
+        if (self.cp_kind == "both") != (self.cp_ulysses is not None):
+            raise ValueError('cp_ulysses is for cp_kind = "both", which needs it')
+        if self.cp_ulysses is not None and self.cp % self.cp_ulysses:
+            raise ValueError(f"cp_ulysses = {self.cp_ulysses} does not divide cp = {self.cp}")
+        return self
 
 
 class MemoryRecipe(Section):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +12,10 @@ from headway.data import Batch, Collate, Source, Tokenizer, open_sources, open_t
 from headway.errors import UserError
 from headway.models import BuiltModel, DenoisingModel, build_model, image_tokens, timestep_shift
 from headway.parallel import (
+    LaidOut,
+    Masters,
+    Meshes,
     Ranks,
-    build_mesh,
     checkpoint_activations,
     compile_blocks,
     emulate_bfloat16_products,
@@ -25,23 +27,12 @@ from headway.train.ema import Ema
 from headway.train.flops import MicroBatchFlops
 from headway.train.objectives.flow_matching import FlowMatching, FlowMatchingCollate
 from headway.train.objectives.next_token import NextToken, NextTokenCollate
+from headway.train.objectives.objective import Objective
 from headway.train.objectives.vision_language import VisionLanguage, VisionLanguageCollate, open_processor
 from headway.train.optimizers import build_optimizers
+from headway.train.passes import Passes, SequentialPasses
 from headway.train.sampling import Sampler
 from headway.train.vocabulary import make_tokenizers
-
-
-class Objective(Protocol):
-    """What varies from one kind of training to another. Sums, never means: the Trainer divides by the global weight."""
-
-    def weight(self, batch: Batch) -> torch.Tensor:
-        """Σ of weights of a micro-batch: float32 scalar, known before the model runs."""
-
-    def tokens(self, batch: Batch) -> int:
-        """Tokens that the model sees for a micro-batch."""
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Σ of weighted losses of a micro-batch: float32 scalar."""
 
 
 @dataclass
@@ -49,10 +40,16 @@ class Assembly:
     """The parts of a run on this rank."""
 
     ranks: Ranks
+    meshes: Meshes
     built: BuiltModel
+    laid_out: LaidOut
+    masters: Masters
+    passes: Passes
+    counts_loss: bool
+    """Whether this rank's losses are part of the sum over all ranks: of ranks with the same losses, one's are."""
     training_data: Source
     validation_data: Source | None
-    objective: Objective
+    objective: Objective[Any]
     collate: Collate
     validation_collate: Collate
     optimizers: list[torch.optim.Optimizer]
@@ -79,26 +76,33 @@ def assemble(recipe: Recipe, ranks: Ranks, directory: Path) -> Assembly:
     )
     made = make_tokenizers(recipe.model, training, directory, write=ranks.is_first)
     built = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
-    _lay_out(recipe, built, ranks)
+    meshes = Meshes(recipe.layout, ranks.rank, ranks.world, ranks.device.type)
+    laid_out = _lay_out(recipe, built, meshes, ranks)
+    masters = Masters(laid_out.parameters(), meshes.sizes.stage)
     objective, collate, validation_collate = _objective(recipe, built, tokenizer)
     blocks = {id(parameter) for _, block in built.blocks for parameter in block.parameters()}
     matrices = [name for name, p in built.module.named_parameters() if id(p) in blocks and p.ndim == 2]
     return Assembly(
         ranks=ranks,
+        meshes=meshes,
         built=built,
+        laid_out=laid_out,
+        masters=masters,
+        passes=SequentialPasses(built.module, laid_out, objective),
+        counts_loss=meshes.is_first_of_data_rank,
         training_data=training,
         validation_data=validation,
         objective=objective,
         collate=collate,
         validation_collate=validation_collate,
-        optimizers=build_optimizers(built.module, recipe.optim, matrices),
-        ema=Ema(built.module, recipe.ema),
+        optimizers=build_optimizers(masters, recipe.optim, matrices),
+        ema=Ema(masters, laid_out, recipe.ema),
         flops=_flops(recipe, made, tokenizer),
-        sampler=_sampler(recipe, built, ranks),
+        sampler=_sampler(recipe, built, meshes, ranks.device),
     )
 
 
-def _lay_out(recipe: Recipe, built: BuiltModel, ranks: Ranks) -> None:
+def _lay_out(recipe: Recipe, built: BuiltModel, meshes: Meshes, ranks: Ranks) -> LaidOut:
     """Checkpointing, compilation, then sharding: all on meta tensors. Only then does each rank fill its own slices."""
     # Muon orthogonalises in bfloat16 whatever the compute dtype is.
     in_bfloat16 = recipe.precision.compute == "bfloat16" or recipe.optim.kind == "muon"
@@ -108,9 +112,10 @@ def _lay_out(recipe: Recipe, built: BuiltModel, ranks: Ranks) -> None:
     checkpoint_activations(blocks, recipe.memory.activation_checkpointing)
     if recipe.run.compile:
         compile_blocks(blocks)
-    shard(built.module, blocks, build_mesh(recipe.layout, ranks.world, ranks.device.type), recipe.precision)
+    laid_out = shard(built.module, blocks, meshes.fsdp, recipe.precision)
     built.materialize(ranks.device)
     built.module.train()
+    return laid_out
 
 
 def _flops(recipe: Recipe, made: Mapping[str, Any], tokenizer: Tokenizer | None) -> MicroBatchFlops:
@@ -121,7 +126,9 @@ def _flops(recipe: Recipe, made: Mapping[str, Any], tokenizer: Tokenizer | None)
     return MicroBatchFlops(copy.module, lambda tensors: objective.loss(copy.module, Batch(tensors, positions=[])))
 
 
-def _objective(recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer | None) -> tuple[Objective, Collate, Collate]:
+def _objective(
+    recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer | None
+) -> tuple[Objective[Any], Collate, Collate]:
     """The objective, and how its micro-batches are made for training and for validation."""
     match recipe.objective:
         case FlowMatchingRecipe() as flow_matching:
@@ -152,7 +159,7 @@ def _check_speaks(recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer) -> No
 
 def _flow_matching(
     recipe: Recipe, objective: FlowMatchingRecipe, built: BuiltModel
-) -> tuple[Objective, Collate, Collate]:
+) -> tuple[Objective[Any], Collate, Collate]:
     if built.frozen is None:
         raise UserError(f"objective.kind = 'flow_matching' needs a diffusion model, not {recipe.model.class_name}")
     shape = built.frozen.latent_shape(recipe.data.resolution, recipe.data.frames)
@@ -171,7 +178,7 @@ def _flow_matching(
 
 def _vision_language(
     recipe: Recipe, objective: VisionLanguageRecipe, built: BuiltModel
-) -> tuple[Objective, Collate, Collate]:
+) -> tuple[Objective[Any], Collate, Collate]:
     folder = recipe.model.processor or recipe.model.path
     if built.family != "vision_language" or folder is None:
         raise UserError(
@@ -186,7 +193,7 @@ def _vision_language(
     return VisionLanguage(objective), collate, collate
 
 
-def _sampler(recipe: Recipe, built: BuiltModel, ranks: Ranks) -> Sampler | None:
+def _sampler(recipe: Recipe, built: BuiltModel, meshes: Meshes, device: torch.device) -> Sampler | None:
     if built.frozen is None or not recipe.sample.prompts:
         return None
     assert isinstance(recipe.objective, FlowMatchingRecipe)
@@ -199,7 +206,8 @@ def _sampler(recipe: Recipe, built: BuiltModel, ranks: Ranks) -> Sampler | None:
         latent_shape=shape,
         shift=timestep_shift(recipe.objective, image_tokens(built.module, shape)),
         distilled=config.get("guidance_embeds", False),
-        ranks=ranks,
+        meshes=meshes,
+        device=device,
         batch=recipe.run.micro_batch,
     )
 

@@ -5,21 +5,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from headway.errors import UserError
+from headway.parallel import LaidOut, Masters
 from headway.recipe import EmaRecipe
-from headway.train.sharded import reshard, sharded_like, trainable_parameters
 
 
 class Ema:
     """Averages of every trainable parameter of a sharded model, in float32, one set for each of ``recipe.decays``."""
 
-    def __init__(self, model: nn.Module, recipe: EmaRecipe) -> None:
-        self._model = model
+    def __init__(self, masters: Masters, laid_out: LaidOut, recipe: EmaRecipe) -> None:
+        self._masters = masters
+        self._laid_out = laid_out
         self._recipe = recipe
-        self._parameters = trainable_parameters(model)
-        self._shards = [parameter.to_local().detach() for parameter in self._parameters.values()]
+        self._shards = [shard.detach() for shard in masters.local.values()]
         self._averages = {
             decay: [shard.to(torch.float32, copy=True) for shard in self._shards] for decay in recipe.decays
         }
@@ -63,16 +62,16 @@ class Ema:
 
     @torch.no_grad()
     def _put_in(self, weights: list[torch.Tensor]) -> None:
-        reshard(self._model)
         for shard, weight in zip(self._shards, weights, strict=True):
             shard.copy_(weight)
+        self._laid_out.masters_changed()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """{decay: {parameter name: float32 DTensor sharded like the parameter}}, sharing memory with the averages."""
         return {
             str(decay): {
-                name: sharded_like(average, parameter)
-                for (name, parameter), average in zip(self._parameters.items(), averages, strict=True)
+                name: self._masters.like(name, average)
+                for name, average in zip(self._masters.local, averages, strict=True)
             }
             for decay, averages in self._averages.items()
         }
@@ -86,5 +85,5 @@ class Ema:
                 f"{', '.join(map(str, self.decays)) or 'none'}: use the decays that the run began with"
             )
         for decay, averages in self._averages.items():
-            for name, average in zip(self._parameters, averages, strict=True):
+            for name, average in zip(self._masters.local, averages, strict=True):
                 average.copy_(state[str(decay)][name].to_local())

@@ -8,55 +8,48 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headway.errors import UserError
+from headway.parallel import Masters
 from headway.recipe import OptimRecipe
 from headway.train.muon import ShardedMuon
-from headway.train.sharded import sharded_like, trainable_parameters
-
-
-class LocalAdamW(torch.optim.AdamW):
-    """AdamW that steps on the shards and keeps its state as DTensors.
-
-    The update is element-wise, so it is the same; going through DTensor costs two to three times the step itself
-    on small models.
-    """
-
-    def _init_group(self, group: dict[str, Any], *tensor_lists: list[torch.Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, *tensor_lists)  # type: ignore[no-untyped-call]
-        for tensors in tensor_lists:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        return has_complex
 
 
 def build_optimizers(
-    model: nn.Module, optim: OptimRecipe, matrix_parameters: Collection[str] = ()
+    masters: Masters, optim: OptimRecipe, matrix_parameters: Collection[str] = ()
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of a sharded model's trainable parameters: one, or Muon and AdamW.
+    """The optimizers of the trained parameters' shards: one, or Muon and AdamW.
 
     Parameters of fewer than two dimensions (norms, biases, scales) get no weight decay; embeddings do, as in the
     published recipes of GPT-2/3, Llama and DiT. ``matrix_parameters`` names the repeated blocks' 2-D matrices: with
     ``kind = "muon"`` they get Muon with learning rates matched to AdamW's root mean square (Liu et al. 2025) and
     everything else AdamW. Raises UserError when nothing is trainable or when the optimizer can't run here.
     """
-    parameters = trainable_parameters(model)
-    if not parameters:
+    if not masters.local:
         raise UserError("no parameter of the model is trainable: model.freeze covers all of it; shorten that list")
     if optim.kind == "adamw_8bit":
-        return [_adamw_8bit(parameters, optim)]
-    matrices = [p for name, p in parameters.items() if optim.kind == "muon" and name in matrix_parameters]
-    rest = {name: p for name, p in parameters.items() if optim.kind != "muon" or name not in matrix_parameters}
+        return [_adamw_8bit(masters.local, optim)]
+    matrices = [name for name in masters.local if optim.kind == "muon" and name in matrix_parameters]
+    rest = {name: p for name, p in masters.local.items() if name not in matrices}
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         optimizers.append(
-            ShardedMuon(matrices, lr=optim.muon_lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw")
+            ShardedMuon(
+                {name: masters.local[name] for name in matrices},
+                masters.whole,
+                lr=optim.muon_lr,
+                weight_decay=optim.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
         )
     if rest:
-        optimizers.append(LocalAdamW(_groups(rest, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True))
+        optimizers.append(
+            torch.optim.AdamW(_groups(rest, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+        )
     for optimizer in optimizers:
         _remember_learning_rate(optimizer)
     return optimizers
 
 
-def _groups(parameters: dict[str, DTensor], optim: OptimRecipe) -> list[dict[str, Any]]:
+def _groups(parameters: dict[str, nn.Parameter], optim: OptimRecipe) -> list[dict[str, Any]]:
     groups = [
         {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
@@ -79,7 +72,7 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], factor: float) ->
                 group["lr"] = factor * group["initial_lr"]
 
 
-def _adamw_8bit(parameters: dict[str, DTensor], optim: OptimRecipe) -> torch.optim.Optimizer:
+def _adamw_8bit(parameters: dict[str, nn.Parameter], optim: OptimRecipe) -> torch.optim.Optimizer:
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
@@ -105,7 +98,7 @@ def _adamw_8bit(parameters: dict[str, DTensor], optim: OptimRecipe) -> torch.opt
     return optimizer
 
 
-def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, torch.Tensor]]:
+def optimizer_state(masters: Masters, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, torch.Tensor]]:
     """{parameter name: {state name: tensor}}: DTensors sharded like the parameter, and scalar step counts.
 
     Before the first step it holds the zeros that a first step would begin with, so a checkpoint can be loaded into it.
@@ -113,64 +106,63 @@ def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
     states: these are given in float32, which any number of ranks can share out, with the values that quantise to the
     same codes and scales again. ``load_optimizer_state`` takes them back.
     """
-    names = {parameter: name for name, parameter in trainable_parameters(model).items()}
-    state = {names[p]: dict(own) for optimizer in optimizers for p, own in _states(optimizer)}
-    for optimizer in optimizers:
-        if not isinstance(optimizer, LocalAdamW | ShardedMuon):
-            for parameter, own in _states(optimizer):
-                state[names[parameter]] |= {key: _dequantised(own[key], parameter) for key in ("exp_avg", "exp_avg_sq")}
-    return state
+    names = {shard: name for name, shard in masters.local.items()}
+    return {
+        names[shard]: {
+            key: value if value.dim() == 0 else masters.like(names[shard], _dequantised(value))
+            for key, value in own.items()
+        }
+        for optimizer in optimizers
+        for shard, own in _states(optimizer)
+    }
 
 
 @torch.no_grad()
 def load_optimizer_state(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], state: dict[str, dict[str, torch.Tensor]]
+    masters: Masters, optimizers: list[torch.optim.Optimizer], state: dict[str, dict[str, torch.Tensor]]
 ) -> None:
     """Take over a state of ``optimizer_state``'s form, on the same mesh."""
-    names = {parameter: name for name, parameter in trainable_parameters(model).items()}
+    names = {shard: name for name, shard in masters.local.items()}
     for optimizer in optimizers:
-        for parameter, own in _states(optimizer):
+        for shard, own in _states(optimizer):
             for key, value in own.items():
-                _local(value).copy_(_local(state[names[parameter]][key]))
+                loaded = state[names[shard]][key]
+                value.copy_(loaded.to_local() if isinstance(loaded, DTensor) else loaded)
 
 
-def _states(optimizer: torch.optim.Optimizer) -> list[tuple[Any, dict[str, Any]]]:
-    """Each parameter with its state, which is made where the first step has not made it yet."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        if not optimizer.state[parameter]:
-            optimizer.state[parameter] = _first_state(optimizer, parameter)
-    return [(parameter, optimizer.state[parameter]) for parameter in parameters]
+def _states(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, dict[str, torch.Tensor]]]:
+    """Each shard with its state, which is made where the first step has not made it yet."""
+    shards = [shard for group in optimizer.param_groups for shard in group["params"]]
+    for shard in shards:
+        if not optimizer.state[shard]:
+            optimizer.state[shard] = _first_state(optimizer, shard)
+    return [(shard, optimizer.state[shard]) for shard in shards]
 
 
-def _first_state(optimizer: torch.optim.Optimizer, parameter: DTensor) -> dict[str, torch.Tensor]:
+def _first_state(optimizer: torch.optim.Optimizer, shard: nn.Parameter) -> dict[str, torch.Tensor]:
     if isinstance(optimizer, ShardedMuon):
-        return {"momentum_buffer": torch.zeros_like(parameter)}
-    if isinstance(optimizer, LocalAdamW):
+        return {"momentum_buffer": torch.zeros_like(shard)}
+    if isinstance(optimizer, torch.optim.AdamW):
         return {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
+            "step": torch.zeros((), dtype=torch.float32, device=shard.device),
+            "exp_avg": torch.zeros_like(shard),
+            "exp_avg_sq": torch.zeros_like(shard),
         }
     new_buffer: Any = optimizer._new_buffer  # type: ignore[attr-defined]
-    signed, unsigned = new_buffer(parameter, True), new_buffer(parameter, False)
+    signed, unsigned = new_buffer(shard, True), new_buffer(shard, False)
     return {"step": torch.tensor(0.0), "exp_avg": signed, "exp_avg_sq": unsigned}
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _dequantised(value: torch.Tensor, parameter: DTensor) -> DTensor:
+def _dequantised(value: Any) -> torch.Tensor:
     # torchao quantises a shard only when it is large enough and full of whole blocks: this differs between ranks.
-    local: Any = _local(value)
-    if type(local) is torch.Tensor:
-        return sharded_like(local.float(), parameter)
+    if type(value) is torch.Tensor:
+        return value
     from torchao.optim.quant_utils import dequant_with_qmap
 
-    levels = local.qmap.clone()
-    if local.signed:
+    levels = value.qmap.clone()
+    if value.signed:
         # The lowest level stands for -1, though its value is -0.993: without its full size a block whose largest number
         # is negative would get a smaller scale when it is quantised again.
         levels[0] = -1
-    return sharded_like(dequant_with_qmap(local.codes, levels, local.scale), parameter)
+    whole: torch.Tensor = dequant_with_qmap(value.codes, levels, value.scale)
+    return whole

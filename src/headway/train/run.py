@@ -11,7 +11,7 @@ import torch
 from headway.cluster import accelerator_of_device
 from headway.data import Batch, Loader, SampleOrder
 from headway.errors import RunFailed, UserError
-from headway.parallel import Ranks, data_parallel_sizes
+from headway.parallel import Ranks, Sizes
 from headway.recipe import Recipe
 from headway.train.assembly import assemble
 from headway.train.checkpoint_manifest import checkpoints_in
@@ -108,13 +108,12 @@ class _Run:
         parameters = list(self.parts.model.parameters())
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         everything = sum(p.numel() for p in parameters)
-        replicate, shard = data_parallel_sizes(self.recipe.layout, self.ranks.world)
         precision = self.recipe.precision
         held_out = f", {len(self.parts.validation_data):,} for validation" if self.parts.validation_data else ""
         return {
             "model": f"{self.recipe.model.class_name}, {trained:,} of {everything:,} parameters trained",
             "data": f"{self.recipe.data.kind}, {len(self.parts.training_data):,} records{held_out}",
-            "layout": f"{self.ranks.world} ranks on {self.ranks.device.type}: {replicate} replicas of {shard} shards",
+            "layout": f"{self.ranks.world} ranks on {self.ranks.device.type}: {_layout_name(self.parts.meshes.sizes)}",
             "precision": f"{precision.compute} compute, {precision.master} weights, {precision.reduce} reduction",
             "directory": str(self.directory.path),
         }
@@ -204,7 +203,11 @@ class _Run:
         if source is None:
             return
         loader = validation_loader(
-            self.recipe, source, self.parts.validation_collate, self.ranks.rank, self.ranks.world
+            self.recipe,
+            source,
+            self.parts.validation_collate,
+            self.parts.meshes.data_rank,
+            self.parts.meshes.sizes.data,
         )
         loss = self.trainer.validation_loss(loader)
         done = self.trainer.progress.step
@@ -213,13 +216,14 @@ class _Run:
 
     def sample(self) -> None:
         """Draw the recipe's prompts with the averaged (or live) weights into a grid of pictures."""
-        if self.parts.sampler is None:
+        sampler = self.parts.sampler
+        if sampler is None:
             return
         weights = self.recipe.sample.weights
         decays = self.parts.ema.decays
         averaged = weights == "ema" or (weights == "auto" and decays)
         with self.parts.ema.swapped_in(max(decays, default=0.0)) if averaged else contextlib.nullcontext():
-            pictures = self.parts.sampler.draw(self.parts.model)
+            pictures = self.trainer.draw_samples(sampler)
         done = self.trainer.progress.step
         self.samples_file = self.directory.samples / f"step-{done:08d}.png"
         if self.ranks.is_first:
@@ -267,8 +271,8 @@ class _Run:
             order=SampleOrder(len(self.parts.training_data), run.seed, self.recipe.data.shuffle),
             global_batch=run.global_batch,
             micro_batch=run.micro_batch,
-            data_rank=self.ranks.rank,
-            data_world=self.ranks.world,
+            data_rank=self.parts.meshes.data_rank,
+            data_world=self.parts.meshes.sizes.data,
             steps=range(progress.step, run.steps),
             start_position=progress.position,
             workers=self.recipe.data.workers,
@@ -286,6 +290,19 @@ class _Run:
             if micro_batches is None:
                 return
             yield micro_batches
+
+
+def _layout_name(sizes: Sizes) -> str:
+    """The axes of several ranks, for the eyes of a person."""
+    names = {
+        "replicas": sizes.dp_replicate,
+        "shards": sizes.dp_shard,
+        "tensor parallel": sizes.tp,
+        "context parallel": sizes.cp,
+        "pipeline stages": sizes.pp,
+        "expert parallel": sizes.ep,
+    }
+    return ", ".join(f"{size} {name}" for name, size in names.items() if size > 1) or "one device"
 
 
 def _peak_tflops(recipe: Recipe, ranks: Ranks) -> float | None:

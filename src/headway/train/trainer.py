@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from headway.data import Batch
 from headway.errors import RunFailed
-from headway.parallel import backward, clip_gradients, reduce_gradients, squared_norm_share
+from headway.parallel import Masters
 from headway.recipe import Recipe
 from headway.train.assembly import Assembly
 from headway.train.flops import Flops, add
+from headway.train.objectives.flow_matching import velocity
 from headway.train.optimizers import load_optimizer_state, optimizer_state, set_learning_rate
+from headway.train.sampling import Sampler
 from headway.train.schedules import learning_rate_factor
-from headway.train.sharded import trainable_parameters
 
 
 def read_on_host(values: torch.Tensor) -> list[float]:
@@ -64,11 +65,12 @@ class Trainer:
     stop_requested: Callable[[], bool]
     on_event: Callable[..., None]
     read_on_host: Callable[[torch.Tensor], list[float]] = read_on_host
+    on_gradients: Callable[[Masters], None] | None = None
+    """Sees each step's gradients when they are complete and not yet clipped."""
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
         self.model = self.parts.model
-        self.parameters = list(trainable_parameters(self.model).values())
         self._countable = True
         self.lr_factor = learning_rate_factor(self.recipe.optim, self.recipe.run.steps)
 
@@ -80,8 +82,12 @@ class Trainer:
         number = self.progress.step
         batches = [batch.to(self.parts.ranks.device, non_blocking=True) for batch in micro_batches]
         counts = self._counts(batches, self._flops(micro_batches))
-        losses = self._accumulate_gradients(number, batches, weight=counts[0])
-        totals = torch.stack([torch.stack(losses).double().sum(), squared_norm_share(self.parameters).to(counts)])
+        masters = self.parts.masters
+        losses = self.parts.passes.gradients(batches, self._scale(weight=counts[0]))
+        self.parts.laid_out.hand_over(masters)
+        if self.on_gradients is not None:
+            self.on_gradients(masters)
+        totals = torch.stack([self._counted(losses), masters.squared_norm_share().to(counts)])
         dist.all_reduce(totals)
         loss_sum, squared_norm, weight, samples, tokens, bad_records, stop, *flops = self.read_on_host(
             torch.cat([totals, counts])
@@ -92,9 +98,10 @@ class Trainer:
         set_learning_rate(self.parts.optimizers, factor)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
-            clip_gradients(self.parameters, norm, self.recipe.optim.clip_norm)
+            masters.clip_gradients(norm, self.recipe.optim.clip_norm)
             for optimizer in self.parts.optimizers:
                 optimizer.step()
+            self.parts.laid_out.masters_changed()
             self.parts.ema.update(number)
         for optimizer in self.parts.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -114,7 +121,10 @@ class Trainer:
         return result
 
     def _counts(self, batches: list[Batch], flops: list[float]) -> torch.Tensor:
-        """Over the global batch: weight, samples, tokens, corrupt records, ranks that want to stop, FLOPs (8,)."""
+        """Over the global batch: weight, samples, tokens, corrupt records, ranks that want to stop, FLOPs (8,).
+
+        Of the ranks that work on the same micro-batches one counts them.
+        """
         objective = self.parts.objective
         weight = torch.stack([objective.weight(batch) for batch in batches]).double().sum()
         known = [
@@ -125,6 +135,8 @@ class Trainer:
             *flops,
         ]
         counts = torch.cat([weight.view(1), torch.tensor(known, dtype=torch.float64).to(weight.device)])
+        if not self.parts.meshes.is_first_of_data_rank:
+            counts *= torch.tensor([0, 0, 0, 0, 1, 0, 0, 0]).to(counts)
         dist.all_reduce(counts)
         return counts
 
@@ -144,30 +156,24 @@ class Trainer:
         total = add(counted)
         return [float(total.forward), float(total.backward), float(total.recomputed)]
 
-    def _accumulate_gradients(self, number: int, batches: list[Batch], weight: torch.Tensor) -> list[torch.Tensor]:
-        """Gradient of (Σ loss over the global batch / weight); returns each micro-batch's loss sum.
+    def _scale(self, weight: torch.Tensor) -> torch.Tensor:
+        """What makes a sum of losses the mean over the global batch: FSDP averages over the ranks, hence the factor."""
+        return (self.parts.meshes.fsdp.size() / torch.where(weight > 0, weight, 1.0)).float()
 
-        Gradients are reduced once, with the last micro-batch. FSDP averages over the ranks, hence the factor.
-        """
-        scale = (self.parts.ranks.world / torch.where(weight > 0, weight, 1.0)).float()
-        losses = []
-        for index, batch in enumerate(batches):
-            reduce_gradients(self.model, on=index == len(batches) - 1)
-            loss = self.parts.objective.loss(self.model, batch)
-            backward(self.model, loss * scale)
-            losses.append(loss.detach())
-        return losses
+    def _counted(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """This rank's share of the loss sum over the global batch, a float64 scalar."""
+        return torch.stack(losses).double().sum() * self.parts.counts_loss
 
     def _report(self, number: int, result: StepResult, batches: list[Batch], losses: list[torch.Tensor]) -> None:
         """Name corrupt records and non-finite micro-batches. Every rank sees the same counts, so all gather or none."""
         if result.bad_records:
-            named = self._gather([record for batch in batches for record in batch.bad_records])
+            named = self._gather_of_data_ranks([record for batch in batches for record in batch.bad_records])
             self.on_event("bad_records", step=number, records=named)
         if result.skipped:
             culprits = [
                 position
                 for batch, loss in zip(batches, losses, strict=True)
-                if not math.isfinite(self.read_on_host(loss.view(1))[0])
+                if self.parts.counts_loss and not math.isfinite(self.read_on_host(loss.view(1))[0])
                 for position in batch.positions
             ]
             self.on_event(
@@ -178,6 +184,10 @@ class Trainer:
                 positions_with_non_finite_loss=sorted(self._gather(culprits)),
                 positions_of_step=[self.progress.position, self.progress.position + result.samples],
             )
+
+    def _gather_of_data_ranks(self, items: list[Any]) -> list[Any]:
+        """Of all data ranks, each once, though several ranks have the same batches."""
+        return self._gather(items if self.parts.meshes.is_first_of_data_rank else [])
 
     def _gather(self, items: list[Any]) -> list[Any]:
         gathered: list[list[Any]] = [[] for _ in range(self.parts.ranks.world)]
@@ -206,8 +216,8 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds: trained parameters, optimizer and averages as shards, and the progress."""
         return {
-            "model": dict(trainable_parameters(self.model)),
-            "optimizer": optimizer_state(self.model, self.parts.optimizers),
+            "model": dict(self.parts.masters.whole),
+            "optimizer": optimizer_state(self.parts.masters, self.parts.optimizers),
             "ema": self.parts.ema.state_dict(),
             "trainer": vars(self.progress) | {"data": self.parts.training_data.fingerprint},
         }
@@ -216,12 +226,22 @@ class Trainer:
         """Go on from a checkpoint; ``load`` fills a state in place."""
         state = self.state()
         load(state)
-        load_optimizer_state(self.model, self.parts.optimizers, state["optimizer"])
+        self.parts.laid_out.masters_changed()
+        load_optimizer_state(self.parts.masters, self.parts.optimizers, state["optimizer"])
         self.parts.ema.load_state_dict(state["ema"])
         values = dict(state["trainer"])
         if values.pop("data") != self.parts.training_data.fingerprint:
             self.on_event("data_changed", message="the training data is not what it was when the checkpoint was saved")
         self.progress = Progress(**values)
+
+    def draw_samples(self, sampler: Sampler) -> torch.Tensor:
+        """The recipe's prompts as pictures or videos: uint8 (N, [F,] H, W, 3)."""
+        self.model.eval()
+        pictures = sampler.draw(
+            lambda inputs: self.parts.passes.output(lambda model: velocity(model, inputs, sampler.recipe.guidance))
+        )
+        self.model.train()
+        return pictures
 
     def validation_loss(self, batches: Iterable[list[Batch]]) -> float:
         """Σ loss / Σ weight over all validation batches of all ranks, without gradients."""
@@ -230,15 +250,14 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         corrupt: list[str] = []
         self.model.eval()
-        with torch.no_grad():
-            for micro_batches in batches:
-                for batch in micro_batches:
-                    moved = batch.to(device, non_blocking=True)
-                    totals[0] += objective.loss(self.model, moved).double()
-                    totals[1] += objective.weight(moved).double()
-                    corrupt += batch.bad_records
+        for micro_batches in batches:
+            moved = [batch.to(device, non_blocking=True) for batch in micro_batches]
+            totals[0] += self._counted(self.parts.passes.losses(moved))
+            if self.parts.meshes.is_first_of_data_rank:
+                totals[1] += torch.stack([objective.weight(batch) for batch in moved]).double().sum()
+            corrupt += [record for batch in micro_batches for record in batch.bad_records]
         self.model.train()
-        named = sorted(set(self._gather(corrupt)))
+        named = sorted(set(self._gather_of_data_ranks(corrupt)))
         if named:
             self.on_event("bad_validation_records", records=named, message=f"corrupt in validation: {named[0]}")
         dist.all_reduce(totals)

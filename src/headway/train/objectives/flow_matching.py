@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from headway.data import Batch, Sample, normals, uniform
 from headway.models import CaptionTokens, FrozenParts, timestep_shift
 from headway.recipe import FlowMatchingRecipe
+from headway.train.objectives.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,31 @@ class FlowMatchingCollate:
         return torch.cat([uniform(1, seed=self.seed, stream=name, position=p, step=step) for p in positions])
 
 
-class FlowMatching:
+@dataclass(frozen=True)
+class DenoiserInput:
+    """A micro-batch as the denoiser sees it."""
+
+    noisy: torch.Tensor
+    """float32 (B, C, [F,] H, W)."""
+    sigma: torch.Tensor
+    """float32 (B,)."""
+    tokens: dict[str, torch.Tensor]
+    """int64 (B, L) for each text encoder."""
+    condition: dict[str, Any]
+    """The frozen text encoders' features."""
+
+
+@dataclass(frozen=True)
+class NoisyLatents(DenoiserInput):
+    """What the denoiser sees of training data, and what its velocity should be."""
+
+    target: torch.Tensor
+    """noise - data, float32, shaped like ``noisy``."""
+    weight: torch.Tensor
+    """float32 (B,)."""
+
+
+class FlowMatching(Objective[NoisyLatents]):
     """Σ over samples of weight · w(σ) · mean squared error of the velocity."""
 
     def __init__(self, objective: FlowMatchingRecipe, frozen: FrozenParts, image_tokens: int) -> None:
@@ -75,31 +101,45 @@ class FlowMatching:
         """Image or video tokens that the transformer sees for this micro-batch."""
         return len(batch.positions) * self.image_tokens
 
-    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """The weighted sum over the micro-batch, a float32 scalar to be divided by the global weight."""
+    def prepare(self, batch: Batch) -> NoisyLatents:
+        """See Objective."""
         tensors = batch.tensors
         pixels = tensors["pixels"].float() / 127.5 - 1
         latents = self.frozen.encode(pixels, tensors.get("posterior_noise"))
         noise = tensors["noise"]
         sigma = self.sigma(tensors["timestep_draw"])
-        spread = sigma.view(-1, *[1] * (latents.dim() - 1))
-        noisy = torch.lerp(latents, noise, spread)
         tokens = {name.removeprefix("tokens."): t for name, t in tensors.items() if name.startswith("tokens.")}
-        velocity = model(
-            noisy,
-            sigma,
+        return NoisyLatents(
+            noisy=torch.lerp(latents, noise, sigma.view(-1, *[1] * (latents.dim() - 1))),
+            sigma=sigma,
+            target=noise - latents,
             tokens=tokens,
             condition=self.frozen.encode_text(tokens),
-            guidance=self.objective.guidance,
+            weight=tensors["weight"],
         )
-        error = (velocity.float() - (noise - latents)).square().flatten(1).mean(1)
-        return (error * sigma_weight(self.objective, sigma) * tensors["weight"]).sum()
+
+    def predict(self, model: torch.nn.Module, prepared: NoisyLatents) -> torch.Tensor:
+        """The velocity, in the compute dtype, shaped like the latents."""
+        return velocity(model, prepared, self.objective.guidance)
+
+    def loss_of(self, prediction: torch.Tensor, prepared: NoisyLatents) -> torch.Tensor:
+        """The weighted sum over the micro-batch, a float32 scalar to be divided by the global weight."""
+        error = (prediction.float() - prepared.target).square().flatten(1).mean(1)
+        return (error * sigma_weight(self.objective, prepared.sigma) * prepared.weight).sum()
 
     def sigma(self, draw: torch.Tensor) -> torch.Tensor:
         """Noise level in (0, 1) from the keyed draw, shifted towards noise: (B,) float32."""
         if self.objective.timesteps == "logit_normal":
             draw = torch.sigmoid(self.objective.logit_mean + self.objective.logit_std * draw)
         return self.shift * draw / (1 + (self.shift - 1) * draw)
+
+
+def velocity(model: torch.nn.Module, denoised: DenoiserInput, guidance: float) -> torch.Tensor:
+    """What ``model`` predicts, in the compute dtype, shaped like the latents."""
+    predicted: torch.Tensor = model(
+        denoised.noisy, denoised.sigma, tokens=denoised.tokens, condition=denoised.condition, guidance=guidance
+    )
+    return predicted
 
 
 def sigma_weight(objective: FlowMatchingRecipe, sigma: torch.Tensor) -> torch.Tensor:

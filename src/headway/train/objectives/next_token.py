@@ -9,6 +9,7 @@ from torch.nn import functional
 from headway.data import Batch, Sample
 from headway.models import next_token_logits
 from headway.recipe import NextTokenRecipe, VisionLanguageRecipe
+from headway.train.objectives.objective import Objective
 
 PAD_MULTIPLE = 64
 """Unpacked sequences are padded to the longest of their micro-batch, rounded up to this, so that few shapes occur."""
@@ -67,7 +68,7 @@ def _positions(starts: torch.Tensor, length: int) -> torch.Tensor:
     return counter - origin.cummax(0).values
 
 
-class NextToken:
+class NextToken(Objective[Batch]):
     """Σ over tokens that count of -log p(token)."""
 
     def __init__(self, objective: NextTokenRecipe | VisionLanguageRecipe) -> None:
@@ -82,16 +83,18 @@ class NextToken:
         """Tokens that the model sees for this micro-batch, padding included."""
         return batch.tensors["input_ids"].numel()
 
-    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """(B, L, V)."""
-        return next_token_logits(model, batch.tensors["input_ids"], batch.tensors["position_ids"])
+    def prepare(self, batch: Batch) -> Batch:
+        """See Objective."""
+        return batch
 
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+    def predict(self, model: nn.Module, prepared: Batch) -> torch.Tensor:
+        """Logits (B, L, V)."""
+        return next_token_logits(model, prepared.tensors["input_ids"], prepared.tensors["position_ids"])
+
+    def loss_of(self, prediction: torch.Tensor, prepared: Batch) -> torch.Tensor:
         """The sum over the micro-batch, a float32 scalar to be divided by the global number of tokens that count."""
-        tensors = batch.tensors
-        logits = self.logits(model, batch)
-        corrupt = (tensors["weight"] == 0).unsqueeze(1)
-        labels = tensors["labels"].masked_fill(corrupt, self.ignore_index)
+        corrupt = (prepared.tensors["weight"] == 0).unsqueeze(1)
+        labels = prepared.tensors["labels"].masked_fill(corrupt, self.ignore_index)
         return functional.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=self.ignore_index, reduction="sum"
+            prediction.float().flatten(0, 1), labels.flatten(), ignore_index=self.ignore_index, reduction="sum"
         )

@@ -138,9 +138,10 @@ class VisionLanguageCollate:
 class VisionLanguage(NextToken):
     """Σ over the tokens of answers of -log p(token)."""
 
-    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """(B, L, V)."""
-        return vision_language_logits(model, {name: batch.tensors[name] for name in INPUTS if name in batch.tensors})
+    def predict(self, model: nn.Module, prepared: Batch) -> torch.Tensor:
+        """Logits (B, L, V)."""
+        inputs = {name: prepared.tensors[name] for name in INPUTS if name in prepared.tensors}
+        return vision_language_logits(model, inputs)
 
 
 def open_processor(folder: Path) -> tuple[Any, Any]:
