@@ -17,9 +17,15 @@ from torch.distributions import Normal
 from data_files import picture, read_all, recipe, write_image_folder
 from headway.data import Batch, Loader, Sample, SampleOrder, open_sources
 from headway.models import BuiltModel, build_model
-from headway.parallel import Ranks
-from headway.recipe import FlowMatchingRecipe, PrecisionRecipe, SampleRecipe
-from headway.train.objectives.flow_matching import FlowMatching, FlowMatchingCollate, sigma_weight, timestep_shift
+from headway.parallel import Meshes
+from headway.recipe import FlowMatchingRecipe, LayoutRecipe, PrecisionRecipe, SampleRecipe
+from headway.train.objectives.flow_matching import (
+    FlowMatching,
+    FlowMatchingCollate,
+    sigma_weight,
+    timestep_shift,
+    velocity,
+)
 from headway.train.sampling import Sampler
 from ranks import run_ranks
 from tiny_models import DIFFUSION, word_tokenizer
@@ -245,10 +251,11 @@ def draw(guidance: float, distilled: bool) -> tuple[torch.Tensor, list[tuple[int
         latent_shape=SHAPE,
         shift=3.0,
         distilled=distilled,
-        ranks=Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu")),
+        meshes=Meshes(LayoutRecipe(), torch.distributed.get_rank(), torch.distributed.get_world_size(), "cpu"),
+        device=torch.device("cpu"),
         batch=1,
     )
-    return sampler.draw(model), model.calls
+    return sampler.draw(lambda inputs: velocity(model, inputs, guidance)), model.calls
 
 
 def assert_near(pictures: torch.Tensor, expected: list[torch.Tensor]) -> None:

@@ -39,6 +39,7 @@ def train_with_poison(recipe: Recipe, poisoned: set[int]) -> dict[str, Any]:
             batches[-1] = poison(batches[-1])
         try:
             results.append(trainer.step(batches))
+            trainer.check_limits()
         except RunFailed as error:
             failure = str(error)
             break
@@ -75,6 +76,22 @@ def test_all_ranks_skip_a_step_that_one_rank_finds_non_finite(recipe: Recipe) ->
         assert fields["positions_of_step"] == [16, 24]
 
 
+def uncounted(recipe: Recipe) -> list[str]:
+    """The reasons of a first step in which no sample counts."""
+    parts = assemble(recipe, Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu")), recipe.run.directory)
+    reasons: list[str] = []
+    trainer = Trainer(recipe, parts, lambda: False, lambda kind, **fields: reasons.append(fields.get("reason", kind)))
+    order = SampleOrder(len(parts.training_data), 0, True)
+    (batches,) = Loader(parts.training_data, parts.collate, order=order, global_batch=8, micro_batch=8, steps=range(1))
+    batches[0].tensors["weight"].zero_()
+    trainer.step(batches)
+    return reasons
+
+
+def test_a_step_in_which_nothing_counts_is_not_called_non_finite(recipe: Recipe) -> None:
+    assert run_ranks(1, uncounted, recipe)[0] == ["no sample or token counted"]
+
+
 def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(recipe: Recipe) -> None:
     for outcome in run_ranks(2, train_with_poison, recipe, {1, 2, 3}):
-        assert "2 steps in a row had a non-finite loss" in outcome["failure"]
+        assert "2 steps in a row were skipped" in outcome["failure"]

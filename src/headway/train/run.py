@@ -128,6 +128,7 @@ class _Run:
             result = self.trainer.step(micro_batches)
             self.timer.step_done(result.samples, result.tokens)
             self.log(result)
+            self.trainer.check_limits()
             stop = result.stop
             if stop:
                 break

@@ -75,10 +75,7 @@ class Trainer:
         self.lr_factor = learning_rate_factor(self.recipe.optim, self.recipe.run.steps)
 
     def step(self, micro_batches: list[Batch]) -> StepResult:
-        """Take the next optimizer step on this rank's micro-batches of the global batch.
-
-        Raises RunFailed after ``optim.max_skipped_in_a_row`` steps without a finite loss and gradient.
-        """
+        """Take the next optimizer step on this rank's micro-batches of the global batch."""
         number = self.progress.step
         batches = [batch.to(self.parts.ranks.device, non_blocking=True) for batch in micro_batches]
         counts = self._counts(batches, self._flops(micro_batches))
@@ -116,7 +113,7 @@ class Trainer:
             skipped=skipped,
             stop=stop > 0,
         )
-        self._report(number, result, batches, losses)
+        self._report(number, result, weight, batches, losses)
         self._advance(result)
         return result
 
@@ -164,7 +161,9 @@ class Trainer:
         """This rank's share of the loss sum over the global batch, a float64 scalar."""
         return torch.stack(losses).double().sum() * self.parts.counts_loss
 
-    def _report(self, number: int, result: StepResult, batches: list[Batch], losses: list[torch.Tensor]) -> None:
+    def _report(
+        self, number: int, result: StepResult, weight: float, batches: list[Batch], losses: list[torch.Tensor]
+    ) -> None:
         """Name corrupt records and non-finite micro-batches. Every rank sees the same counts, so all gather or none."""
         if result.bad_records:
             named = self._gather_of_data_ranks([record for batch in batches for record in batch.bad_records])
@@ -179,6 +178,7 @@ class Trainer:
             self.on_event(
                 "step_skipped",
                 step=number,
+                reason="no sample or token counted" if weight == 0 else "the loss or gradient norm is not finite",
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 positions_with_non_finite_loss=sorted(self._gather(culprits)),
@@ -202,10 +202,15 @@ class Trainer:
         progress.tokens += result.tokens
         progress.bad_records += result.bad_records
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
+
+    def check_limits(self) -> None:
+        """Raises RunFailed after too many skipped steps in a row or corrupt records: to be called after each step."""
+        progress = self.progress
         if progress.skipped_in_a_row >= self.recipe.optim.max_skipped_in_a_row:
             raise RunFailed(
-                f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient norm (the last is step "
-                f"{progress.step - 1}); events.jsonl names their samples. Lower optim.lr, or look at those samples."
+                f"{progress.skipped_in_a_row} steps in a row were skipped (the last is step {progress.step - 1}): "
+                "nothing in them counted, or the loss or gradient norm was not finite; events.jsonl says which, and "
+                "names their samples. Look at those samples, or lower optim.lr."
             )
         if progress.bad_records > self.recipe.data.max_bad_records:
             raise RunFailed(
