@@ -1,0 +1,30 @@
+"""The Timeline: spans of a predicted or measured run as columns, what they add up to, and Chrome JSON in and out."""
+
+from headway.timeline.breakdown import Breakdown, attributed_ns, breakdown
+from headway.timeline.chrome_reading import Trace, read_chrome_trace
+from headway.timeline.chrome_writing import write_chrome_trace
+from headway.timeline.difference import Cause, Difference, difference
+from headway.timeline.intervals import Intervals
+from headway.timeline.kinds import DEVICE_KINDS, Kind
+from headway.timeline.links import launches_of, steps_of
+from headway.timeline.timeline import UNKNOWN, Timeline, concatenate
+
+__all__ = [
+    "DEVICE_KINDS",
+    "UNKNOWN",
+    "Breakdown",
+    "Cause",
+    "Difference",
+    "Intervals",
+    "Kind",
+    "Timeline",
+    "Trace",
+    "attributed_ns",
+    "breakdown",
+    "concatenate",
+    "difference",
+    "launches_of",
+    "read_chrome_trace",
+    "steps_of",
+    "write_chrome_trace",
+]

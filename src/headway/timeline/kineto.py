@@ -1,0 +1,160 @@
+"""From the events of a PyTorch-profiler (Kineto) trace to a Timeline."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.timeline.collectives import BYTES_OF_DTYPE, collective_named, is_communication
+from headway.timeline.kinds import DEVICE_KINDS, Kind
+from headway.timeline.links import steps_of
+from headway.timeline.timeline import UNKNOWN, Timeline
+from headway.timeline.trace_events import Arguments, EventColumns, lanes_of_events
+
+ARGUMENTS = Arguments(
+    strings=("Collective name", "Process Group Name", "dtype"),
+    integers=("correlation", "External id", "external id", "bytes", "In msg nelems", "Seq"),
+)
+
+KIND_OF_CATEGORY = {
+    "kernel": Kind.COMPUTE,
+    "gpu_memcpy": Kind.MEMORY,
+    "memcpy": Kind.MEMORY,
+    "gpu_memset": Kind.MEMORY,
+    "memset": Kind.MEMORY,
+    "cpu_op": Kind.OPERATOR,
+    "operator": Kind.OPERATOR,
+    "cuda_runtime": Kind.RUNTIME,
+    "cuda_driver": Kind.RUNTIME,
+    "hip_runtime": Kind.RUNTIME,
+    "xpu_runtime": Kind.RUNTIME,
+    "runtime": Kind.RUNTIME,
+    "user_annotation": Kind.ANNOTATION,
+    "gpu_user_annotation": Kind.DEVICE_ANNOTATION,
+    "python_function": Kind.PYTHON,
+    "cuda_sync": Kind.SYNCHRONISATION,
+    "overhead": Kind.OVERHEAD,
+}
+"""Kinds by category in lower case: the spellings since 2021. An event of another category is of kind OTHER."""
+
+_RECORD = "record_param_comms"
+"""The operator that describes a collective, and launches its kernels."""
+_DESCRIPTION = ("Collective name", "Process Group Name", "dtype", "In msg nelems", "Seq")
+
+
+def kineto_timeline(events: EventColumns) -> Timeline:
+    """The Timeline of a trace of the PyTorch profiler.
+
+    A kernel is communication when it is linked to a collective (by its own arguments, or by the ``record_param_comms``
+    that launched it), or else when its name is of a known family.
+    """
+    columns, strings = events.columns, events.strings
+    old_spelling = columns.pop("external id")
+    columns["External id"] = np.where(columns["External id"] == UNKNOWN, old_spelling, columns["External id"])
+    kind = _kinds(columns["cat"], strings)
+    _describe_kernels(columns, kind, strings)
+    kind[_communicates(columns, kind, strings)] = Kind.COMMUNICATION
+    talks = kind == Kind.COMMUNICATION
+    collective = _collectives(columns, talks, strings)
+    moved = columns["In msg nelems"] * _element_bytes(columns["dtype"], strings)
+    timeline = Timeline.of_columns(
+        {
+            "kind": kind,
+            "start_ns": columns["ts"],
+            "duration_ns": columns["dur"],
+            "lane": _lanes(columns, kind, strings),
+            "name": columns["name"],
+            "collective": collective,
+            "group": columns["Process Group Name"],
+            "rank": _rank(events.facts),
+            "bytes": np.where(moved > 0, moved, columns["bytes"]),
+            "correlation": columns["correlation"],
+            "operator": columns["External id"],
+            "sequence": columns["Seq"],
+        },
+        strings,
+        length=len(kind),
+    )
+    return replace(timeline, step=steps_of(timeline))
+
+
+def _kinds(category: NDArray[np.int32], strings: dict[str, int]) -> NDArray[np.int8]:
+    kind_of = np.full(len(strings), Kind.OTHER, dtype=np.int8)
+    for text, place in strings.items():
+        kind_of[place] = KIND_OF_CATEGORY.get(text.lower(), Kind.OTHER)
+    return kind_of[category]
+
+
+def _describe_kernels(columns: dict[str, NDArray[Any]], kind: NDArray[np.int8], strings: dict[str, int]) -> None:
+    """Copy the description of a collective to the kernels without one that its operator launched."""
+    record = np.flatnonzero((kind == Kind.OPERATOR) & (columns["name"] == strings.get(_RECORD, UNKNOWN)))
+    operator = columns["External id"]
+    record = record[np.argsort(operator[record], kind="stable")]
+    kernel = np.flatnonzero((kind == Kind.COMPUTE) & (operator != UNKNOWN) & (columns["Collective name"] == 0))
+    if not len(record) or not len(kernel):
+        return
+    nearest = record[np.minimum(np.searchsorted(operator[record], operator[kernel]), len(record) - 1)]
+    linked = operator[nearest] == operator[kernel]
+    for key in _DESCRIPTION:
+        columns[key][kernel[linked]] = columns[key][nearest[linked]]
+    # Operators of old traces carry no arguments: the link alone says that the kernel communicates.
+    nameless = linked & (columns["Collective name"][nearest] == 0)
+    columns["Collective name"][kernel[nameless]] = strings.setdefault(_RECORD, len(strings))
+
+
+def _communicates(
+    columns: dict[str, NDArray[Any]], kind: NDArray[np.int8], strings: dict[str, int]
+) -> NDArray[np.bool_]:
+    kernel = kind == Kind.COMPUTE
+    names = np.unique(columns["name"][kernel])
+    texts = list(strings)
+    talking = names[[is_communication(texts[name]) for name in names.tolist()]] if len(names) else names
+    talks: NDArray[np.bool_] = kernel & (np.isin(columns["name"], talking) | (columns["Collective name"] != 0))
+    return talks
+
+
+def _collectives(
+    columns: dict[str, NDArray[Any]], talks: NDArray[np.bool_], strings: dict[str, int]
+) -> NDArray[np.int32]:
+    """One spelling for the collective of each communication: by its description, else by its kernel's name."""
+    texts = list(strings)
+    collective = np.zeros(len(talks), dtype=np.int32)
+    for key in ("name", "Collective name"):
+        spelled = np.zeros(len(texts), dtype=np.int32)
+        for place in np.unique(columns[key][talks]).tolist():
+            name = collective_named(texts[place])
+            spelled[place] = strings.setdefault(name, len(strings))
+        found = spelled[columns[key]]
+        collective = np.where(talks & (found > 0), found, collective)
+    return collective
+
+
+def _element_bytes(dtype: NDArray[np.int32], strings: dict[str, int]) -> NDArray[np.int64]:
+    """Bytes of an element, 0 where the dtype is not known."""
+    size_of = np.zeros(len(strings), dtype=np.int64)
+    for name, size in BYTES_OF_DTYPE.items():
+        if name in strings:
+            size_of[strings[name]] = size
+    return size_of[dtype]
+
+
+def _lanes(columns: dict[str, NDArray[Any]], kind: NDArray[np.int8], strings: dict[str, int]) -> NDArray[np.int32]:
+    """Streams of the device (of each device, when the file tells of several) and threads of the host."""
+    several = len(np.unique(columns["pid"][np.isin(kind, DEVICE_KINDS)])) > 1
+
+    def stream(process: int | str, thread: int | str) -> str:
+        number = str(thread).removeprefix("stream ")  # as traces of 2021 spell it
+        return f"device {process} stream {number}" if several else f"stream {number}"
+
+    lane = np.zeros(len(kind), dtype=np.int32)
+    device = np.isin(kind, [*DEVICE_KINDS, Kind.DEVICE_ANNOTATION, Kind.SYNCHRONISATION])
+    for spans, named in ((device, stream), (~device, lambda _, thread: f"thread {thread}")):
+        lane[spans] = lanes_of_events(columns["pid"][spans], columns["tid"][spans], strings, named)
+    return lane
+
+
+def _rank(facts: dict[str, Any]) -> int:
+    distributed = facts.get("distributedInfo")
+    rank = distributed.get("rank") if isinstance(distributed, dict) else None
+    return rank if isinstance(rank, int) and 0 <= rank < 2**31 else UNKNOWN
