@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from headway.data import Batch, Loader, Sample, SampleOrder, open_sources, open_tokenizer
-from headway.models import build_model
+from headway.models import build_model, next_token_logits
 from headway.recipe import DataRecipe, ModelRecipe, NextTokenRecipe, PrecisionRecipe
 from headway.train.objectives.next_token import PAD_MULTIPLE, NextToken, NextTokenCollate
 from tiny_models import DENSE, EXPERTS
@@ -63,7 +63,7 @@ def test_labels_and_positions_stay_within_a_document(documents: list[list[int]],
     same = [owners[place] == owners[place + 1] for place in range(length)]
     assert batch["labels"].tolist() == [[tokens[i + 1] if same[i] else IGNORED for i in range(length)]]
     assert batch["position_ids"].tolist() == [[i - owners.index(owners[i]) for i in range(length)]]
-    assert NextToken(RECIPE).weight(Batch(batch, [0])) == sum(same)
+    assert NextToken(RECIPE, packed=True).weight(Batch(batch, [0])) == sum(same)
 
 
 @settings(max_examples=50, deadline=None)
@@ -91,7 +91,7 @@ def document(length: int, seed: int) -> list[int]:
 
 def loss_and_weight(model: torch.nn.Module, samples: list[Sample], packing: bool) -> tuple[float, float]:
     batch = Batch(NextTokenCollate(RECIPE, 64, packing, PAD)(samples, list(range(len(samples))), 0), [])
-    objective = NextToken(RECIPE)
+    objective = NextToken(RECIPE, packed=True)
     with torch.no_grad():
         return float(objective.loss(model, batch)), float(objective.weight(batch))
 
@@ -126,7 +126,8 @@ def test_a_document_sees_nothing_of_its_neighbours(model: torch.nn.Module) -> No
 
     def logits() -> torch.Tensor:
         with torch.no_grad():
-            return NextToken(RECIPE).predict(model, Batch(collate([packed(documents, 0, 64)[0]], [0], 0), [0]))[0]
+            batch = collate([packed(documents, 0, 64)[0]], [0], 0)
+            return next_token_logits(model, batch["input_ids"], batch["position_ids"])[0]
 
     before = logits()
     documents[1] = [token + 1 for token in documents[1]]
@@ -148,12 +149,14 @@ def test_a_corrupt_document_weighs_nothing(tmp_path: Path) -> None:
     ((batch,),) = Loader(data, collate, order=order, global_batch=4, micro_batch=4, steps=range(1))
     assert batch.tensors["weight"].tolist() == [1, 0, 1, 1]
     assert [name for name in batch.bad_records if "text.jsonl:2" in name] == batch.bad_records != []
-    objective, model = NextToken(RECIPE), model_of("dense")
+    objective, model = NextToken(RECIPE, packed=True), model_of("dense")
     # Each byte but the first, and the end of the document.
     assert objective.weight(batch) == sum(len(text) for text in texts)
     with torch.no_grad():
         tensors = {name: tensor[[0, 2, 3]] for name, tensor in batch.tensors.items()}
         whole = functional.cross_entropy(
-            objective.predict(model, Batch(tensors, [])).flatten(0, 1), tensors["labels"].flatten(), reduction="sum"
+            objective.predict(model, objective.prepare(Batch(tensors, []))).flatten(0, 1),
+            tensors["labels"].flatten(),
+            reduction="sum",
         )
         torch.testing.assert_close(objective.loss(model, batch), whole)

@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from headway.parallel import FullyShardedModel, Masters, shard
-from headway.recipe import EmaRecipe, OptimRecipe, PrecisionRecipe
+from headway.parallel import FullyShardedModel, Masters
+from headway.parallel.one_device import OneDevice
+from headway.recipe import EmaRecipe, OptimRecipe
 from headway.train.ema import Ema
 from headway.train.optimizers import build_optimizers
 from ranks import run_ranks
@@ -44,9 +45,8 @@ def train(kind: str, compute: str, master: str, steps: int = 4) -> dict[str, Any
     """A few steps of three micro-batches: losses, the last gradients, weights, and the loss with the average."""
     model = TiedModel().to(getattr(torch, master))
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-    precision = PrecisionRecipe(compute=compute, master=master)  # type: ignore[arg-type]
     if kind == "whole":
-        laid_out = shard(model, model.blocks, mesh, precision)
+        laid_out = OneDevice(model, mesh, getattr(torch, compute), torch.float32)
     else:
         policy = MixedPrecisionPolicy(getattr(torch, compute), torch.float32, cast_forward_inputs=False)
         for block in model.blocks:
@@ -97,7 +97,7 @@ def test_a_model_held_whole_trains_as_fully_shard_over_one_rank_does(compute: st
 def layout_of(compute: str) -> dict[str, Any]:
     model = TiedModel()
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-    laid_out = shard(model, model.blocks, mesh, PrecisionRecipe(compute=compute))  # type: ignore[arg-type]
+    laid_out = OneDevice(model, mesh, getattr(torch, compute), torch.float32)
     masters = laid_out.parameters()
     model(torch.zeros(1, 2, dtype=torch.int64))
     return {

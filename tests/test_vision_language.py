@@ -154,7 +154,7 @@ def test_padding_never_counts(weights: Path, collate: VisionLanguageCollate) -> 
     built.materialize(torch.device("cpu"))
     short = sample(turn("user", "a"), turn("assistant", "b"))
     long = sample(turn("user", PICTURE), turn("assistant", "a fox over a lazy dog " * 12))
-    objective = VisionLanguage(RECIPE)
+    objective = VisionLanguage(RECIPE, packed=False)
 
     def loss_and_weight(samples: list[Sample]) -> tuple[float, float]:
         batch = Batch(collate(samples, [0] * len(samples), 0), [0] * len(samples))
@@ -198,7 +198,7 @@ def test_what_cannot_be_used_has_no_weight_and_a_name(collate: VisionLanguageCol
     for line, reason in enumerate(reasons, start=2):
         assert len([name for name in batch.bad_records if f"talk.jsonl:{line}" in name and reason in name]) == 1
     assert len(batch.tensors["image_grid_thw"]) == 1
-    assert VisionLanguage(RECIPE).weight(batch) == 2 * (len(collate.tokenizer("yes").input_ids) + 1)
+    assert VisionLanguage(RECIPE, packed=False).weight(batch) == 2 * (len(collate.tokenizer("yes").input_ids) + 1)
 
 
 def test_a_template_that_rewrites_what_was_said_is_told(weights: Path) -> None:

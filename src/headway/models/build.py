@@ -1,7 +1,7 @@
 """From the recipe's model section to a model on the meta device, ready to be sharded and then filled."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,26 @@ class BuiltModel:
 
     def materialize(self, device: torch.device) -> None:
         """Give all tensors their values, on ``device``; after sharding, each rank gets only its own slices."""
-        for component in self.components:
-            component.fill(device)
+        self.fill(device)
         if self.frozen is not None:
             self.frozen.materialize(device)
+
+    def fill(self, device: torch.device) -> None:
+        """Give the trained module's tensors alone their values."""
+        for component in self.components:
+            component.fill(device)
         # FSDP2 re-reads its parameters when a module is moved; without this its padding of uneven shards comes later,
         # behind the back of an optimizer that already holds them.
         self.module.to(device)
+
+    def on_stage(self, module: nn.Module, blocks: list[tuple[str, nn.Module]]) -> "BuiltModel":
+        """The same model with ``module`` in its place: a copy on meta that lacks some parts, to be filled alone."""
+        paths = {id(child): path for path, child in self.module.named_modules()}
+        components = [
+            replace(component, module=module.get_submodule(paths[id(component.module)]))
+            for component in self.components
+        ]
+        return replace(self, module=module, blocks=blocks, components=components)
 
     def bytes_read(self) -> int:
         """Bytes of trained tensors that this rank has read from safetensors."""

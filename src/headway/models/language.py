@@ -21,13 +21,13 @@ def language_family(model: Any) -> str:
     return "vision_language" if hasattr(model, "get_image_features") else "causal_lm"
 
 
-def next_token_logits(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """(B, L, V) logits of token sequences (B, L).
+def next_token_logits(model: Any, input_ids: Tensor, position_ids: Tensor, **further: Any) -> Tensor:
+    """(B, L, V) logits of token sequences (B, L); ``further`` keywords reach the blocks.
 
     ``position_ids`` (B, L) int64 restart at 0 with each packed document: without an attention mask, transformers reads
     the documents' borders from them and keeps attention within each.
     """
-    logits: Tensor = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+    logits: Tensor = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **further).logits
     return logits
 
 

@@ -1,27 +1,35 @@
 """Layouts: ranks, mesh, sharding, activation checkpointing, compilation, precision, what a rank trains."""
 
 from headway.parallel.activation_checkpointing import checkpoint_activations
+from headway.parallel.activation_offload import offload_activations
 from headway.parallel.bfloat16_on_cpu import emulate_bfloat16_products, has_bfloat16_instructions
 from headway.parallel.compile import compile_blocks
-from headway.parallel.data_parallel import FullyShardedModel, LaidOut, shard
+from headway.parallel.data_parallel import FullyShardedModel, LaidOut, LaidOutWhole, shard
 from headway.parallel.masters import Masters
 from headway.parallel.mesh import Meshes, Sizes, sizes
 from headway.parallel.placement import Piece, holders, pieces
 from headway.parallel.ranks import Ranks, start_ranks
+from headway.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from headway.parallel.vocabulary_parallel import cross_entropy_sum
 
 __all__ = [
     "FullyShardedModel",
     "LaidOut",
+    "LaidOutWhole",
     "Masters",
     "Meshes",
     "Piece",
     "Ranks",
     "Sizes",
+    "apply_tensor_parallel",
+    "check_tensor_parallel",
     "checkpoint_activations",
     "compile_blocks",
+    "cross_entropy_sum",
     "emulate_bfloat16_products",
     "has_bfloat16_instructions",
     "holders",
+    "offload_activations",
     "pieces",
     "shard",
     "sizes",

@@ -5,38 +5,46 @@ and gradient norm have one code path.
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from headway.parallel.expert_parallel import shard_experts
 from headway.parallel.masters import Masters
+from headway.parallel.mesh import Meshes
 from headway.parallel.one_device import OneDevice
-from headway.recipe import PrecisionRecipe
+from headway.parallel.pipeline import reshards_after_forward
+from headway.recipe import LayoutRecipe, PrecisionRecipe
 
 
 class LaidOut(Protocol):
-    """A model in its layout: how gradients come about on this rank, and how the model sees changed weights."""
+    """A model in its layout: what this rank trains, and how the model sees changed weights."""
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode."""
 
     def parameters(self) -> dict[str, DTensor]:
         """The trainable parameters by name, in the master dtype. The model must have been filled."""
-
-    def begin_micro_batch(self, last: bool) -> None:
-        """To be called before each forward pass; gradients are reduced over the ranks with the ``last`` one only."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of ``loss``, a scalar."""
 
     def hand_over(self, masters: Masters) -> None:
         """Give the step's gradients, complete after the last backward pass, to the masters' shards."""
 
     def masters_changed(self) -> None:
         """Let the model compute with the masters as they are now: to be called after each change of them."""
+
+
+class LaidOutWhole(LaidOut, Protocol):
+    """One whose micro-batches go through the whole model on this rank, held or gathered block by block."""
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """To be called before each forward pass; gradients are reduced over the ranks with the ``last`` one only."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss``, a scalar."""
 
 
 class FullyShardedModel:
@@ -47,6 +55,10 @@ class FullyShardedModel:
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._parameters: dict[str, DTensor] = {}
 
+    def train(self, mode: bool) -> None:
+        """See LaidOut."""
+        self._model.train(mode)
+
     def parameters(self) -> dict[str, DTensor]:
         """See LaidOut."""
         if not self._parameters:
@@ -55,12 +67,12 @@ class FullyShardedModel:
         return self._parameters
 
     def begin_micro_batch(self, last: bool) -> None:
-        """See LaidOut. Without reduction gradients add up unsharded on each rank, in the reduce dtype."""
+        """See LaidOutWhole. Without reduction gradients add up unsharded on each rank, in the reduce dtype."""
         for unit in self._units:
             unit.set_requires_gradient_sync(last, recurse=False)
 
     def backward(self, loss: Tensor) -> None:
-        """See LaidOut."""
+        """See LaidOutWhole."""
         loss.backward()
 
     def hand_over(self, masters: Masters) -> None:
@@ -83,23 +95,36 @@ class FullyShardedModel:
             unit.reshard()
 
 
-def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, precision: PrecisionRecipe) -> LaidOut:
+def shard(
+    model: nn.Module, blocks: Sequence[nn.Module], meshes: Meshes, precision: PrecisionRecipe, layout: LayoutRecipe
+) -> LaidOutWhole:
     """Shard ``model`` in place (on the meta device or not): each block is a unit of gathering, the rest another.
 
     Parameters are gathered and used in ``precision.compute`` and gradients reduced in ``precision.reduce``. Inputs are
     not cast: timesteps and rotary tables stay in float32 as far as the model itself allows. On one rank there is
     nothing to gather or to reduce, and the model is held whole.
     """
-    if dist.get_world_size() == 1:
-        return OneDevice(model, mesh, getattr(torch, precision.compute), getattr(torch, precision.reduce))
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, precision.compute),
-        reduce_dtype=getattr(torch, precision.reduce),
-        cast_forward_inputs=False,
-    )
+    compute, reduce = getattr(torch, precision.compute), getattr(torch, precision.reduce)
+    if meshes.world == 1:
+        return OneDevice(model, meshes.fsdp, compute, reduce)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     # The warning is of changing a returned view in place, which no objective does with a model's output.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    frees = reshards_after_forward(layout)
+    if meshes.sizes.ep > 1:
+        data_ranks = meshes.fsdp.size()
+        shard_experts(model, meshes.expert, policy, data_ranks=data_ranks, reshard_after_forward=frees)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=frees)
+    fully_shard(model, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=False)
+    _gather_ahead(blocks, layout.prefetch)
     return FullyShardedModel(model)
+
+
+def _gather_ahead(blocks: Sequence[nn.Module], ahead: int) -> None:
+    """Let each block gather those that come next; by itself FSDP2 does so in the backward pass only, and one."""
+    units = [[child for child in block.modules() if isinstance(child, FSDPModule)] for block in blocks]
+    for place, own in enumerate(units):
+        later, earlier = units[place + 1 : place + 1 + ahead], units[max(0, place - ahead) : place]
+        own[0].set_modules_to_forward_prefetch([unit for group in later for unit in group])
+        own[0].set_modules_to_backward_prefetch([unit for group in reversed(earlier) for unit in group])

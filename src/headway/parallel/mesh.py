@@ -95,6 +95,7 @@ class Meshes:
     def __init__(self, layout: LayoutRecipe, rank: int, world: int, device_type: str) -> None:
         self.sizes = sizes(layout, world)
         self.rank = rank
+        self.world = world
         size = self.sizes
         self._parameters = init_device_mesh(
             device_type,
@@ -134,6 +135,11 @@ class Meshes:
     def stage(self) -> int:
         """This rank's place among the pipeline's."""
         return self.rank // self.sizes.stage
+
+    @property
+    def context_rank(self) -> int:
+        """This rank's place among those that share a sequence."""
+        return self.rank // self.sizes.tp % self.sizes.cp
 
     @property
     def data_rank(self) -> int:

@@ -30,6 +30,10 @@ class OneDevice:
         self._copied: list[tuple[Tensor, Tensor]] = []
         self._sums: list[Tensor | None] = []
 
+    def train(self, mode: bool) -> None:
+        """See LaidOut."""
+        self._model.train(mode)
+
     def parameters(self) -> dict[str, DTensor]:
         """The trainable parameters by name: DTensors in the master dtype. The model must have been filled."""
         if not self._masters:
@@ -49,7 +53,7 @@ class OneDevice:
         self._sums = [None] * len(self._used)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """See LaidOut: one rank has nothing to reduce."""
+        """See LaidOutWhole: one rank has nothing to reduce."""
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss``, a scalar, in the reduce dtype."""

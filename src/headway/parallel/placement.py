@@ -28,7 +28,8 @@ class Piece:
 
 def sharded_axes(tensor: DTensor) -> list[int]:
     """Dimensions of the mesh over which a tensor is split, not repeated."""
-    return [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
+    # Not is_shard(): what FSDP2 makes of an axis over a tensor-parallel one is another class than Shard.
+    return [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
 
 
 def holders(tensor: DTensor) -> dist.ProcessGroup | None:

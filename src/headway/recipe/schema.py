@@ -230,6 +230,8 @@ class LayoutRecipe(Section):
     """Ranks that share the experts of each layer (expert parallelism), out of dp_shard x cp x tp."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Whether gathered blocks are freed between forward and backward; auto: yes, unless the schedule forbids it."""
+    prefetch: Annotated[int, Field(ge=0)] = 1
+    """Blocks whose parameters are gathered ahead of the one at work, in forward and backward."""
 
     @model_validator(mode="after")
     def _context_parallel_kind_fits(self) -> Self:
@@ -245,6 +247,14 @@ class MemoryRecipe(Section):
 
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """full: recompute each block; selective: keep matrix products and attention, recompute the rest."""
+    offload_activations: bool = False
+    """With full checkpointing: what blocks keep, their inputs, waits in host memory for the backward pass."""
+
+    @model_validator(mode="after")
+    def _offloads_inputs_only(self) -> Self:
+        if self.offload_activations and self.activation_checkpointing != "full":
+            raise ValueError('offload_activations needs activation_checkpointing = "full"')
+        return self
 
 
 class RunRecipe(Section):

@@ -8,29 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.data import Batch, Collate, Source, Tokenizer, open_sources, open_tokenizer
+from headway.data import Batch, Collate, Source, Tokenizer, accumulation, open_sources, open_tokenizer
 from headway.errors import UserError
 from headway.models import BuiltModel, DenoisingModel, build_model, image_tokens, timestep_shift
-from headway.parallel import (
-    LaidOut,
-    Masters,
-    Meshes,
-    Ranks,
-    checkpoint_activations,
-    compile_blocks,
-    emulate_bfloat16_products,
-    has_bfloat16_instructions,
-    shard,
-)
+from headway.parallel import Masters, Meshes, Ranks, checkpoint_activations
+from headway.parallel.context_parallel import SequenceSplit
+from headway.parallel.pipeline import Pipeline
 from headway.recipe import FlowMatchingRecipe, NextTokenRecipe, Recipe, VisionLanguageRecipe
 from headway.train.ema import Ema
 from headway.train.flops import MicroBatchFlops
+from headway.train.layout import Layout, lay_out
 from headway.train.objectives.flow_matching import FlowMatching, FlowMatchingCollate
 from headway.train.objectives.next_token import NextToken, NextTokenCollate
 from headway.train.objectives.objective import Objective
 from headway.train.objectives.vision_language import VisionLanguage, VisionLanguageCollate, open_processor
 from headway.train.optimizers import build_optimizers
-from headway.train.passes import Passes, SequentialPasses
+from headway.train.passes import Passes, PipelinedPasses, SequentialPasses
 from headway.train.sampling import Sampler
 from headway.train.vocabulary import make_tokenizers
 
@@ -42,11 +35,9 @@ class Assembly:
     ranks: Ranks
     meshes: Meshes
     built: BuiltModel
-    laid_out: LaidOut
+    layout: Layout
     masters: Masters
     passes: Passes
-    counts_loss: bool
-    """Whether this rank's losses are part of the sum over all ranks: of ranks with the same losses, one's are."""
     training_data: Source
     validation_data: Source | None
     objective: Objective[Any]
@@ -77,57 +68,61 @@ def assemble(recipe: Recipe, ranks: Ranks, directory: Path) -> Assembly:
     made = make_tokenizers(recipe.model, training, directory, write=ranks.is_first)
     built = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
     meshes = Meshes(recipe.layout, ranks.rank, ranks.world, ranks.device.type)
-    laid_out = _lay_out(recipe, built, meshes, ranks)
-    masters = Masters(laid_out.parameters(), meshes.sizes.stage)
-    objective, collate, validation_collate = _objective(recipe, built, tokenizer)
+    micro_batches = accumulation(recipe.run.global_batch, recipe.run.micro_batch, meshes.sizes.data)
+    layout = lay_out(recipe, built, meshes, ranks, micro_batches=micro_batches)
+    masters = Masters(layout.laid_out.parameters(), meshes.sizes.stage)
+    objective, collate, validation_collate = _objective(recipe, built, tokenizer, layout.sequence)
     blocks = {id(parameter) for _, block in built.blocks for parameter in block.parameters()}
     matrices = [name for name, p in built.module.named_parameters() if id(p) in blocks and p.ndim == 2]
     return Assembly(
         ranks=ranks,
         meshes=meshes,
         built=built,
-        laid_out=laid_out,
+        layout=layout,
         masters=masters,
-        passes=SequentialPasses(built.module, laid_out, objective),
-        counts_loss=meshes.is_first_of_data_rank,
+        passes=_passes(recipe, built, layout, meshes, objective, ranks.device),
         training_data=training,
         validation_data=validation,
         objective=objective,
         collate=collate,
         validation_collate=validation_collate,
         optimizers=build_optimizers(masters, recipe.optim, matrices),
-        ema=Ema(masters, laid_out, recipe.ema),
+        ema=Ema(masters, layout.laid_out, recipe.ema),
         flops=_flops(recipe, made, tokenizer),
         sampler=_sampler(recipe, built, meshes, ranks.device),
     )
 
 
-def _lay_out(recipe: Recipe, built: BuiltModel, meshes: Meshes, ranks: Ranks) -> LaidOut:
-    """Checkpointing, compilation, then sharding: all on meta tensors. Only then does each rank fill its own slices."""
-    # Muon orthogonalises in bfloat16 whatever the compute dtype is.
-    in_bfloat16 = recipe.precision.compute == "bfloat16" or recipe.optim.kind == "muon"
-    if ranks.device.type == "cpu" and in_bfloat16 and not has_bfloat16_instructions():
-        emulate_bfloat16_products()
-    blocks = [block for _, block in built.blocks]
-    checkpoint_activations(blocks, recipe.memory.activation_checkpointing)
-    if recipe.run.compile:
-        compile_blocks(blocks)
-    laid_out = shard(built.module, blocks, meshes.fsdp, recipe.precision)
-    built.materialize(ranks.device)
-    built.module.train()
-    return laid_out
+def _passes(
+    recipe: Recipe, built: BuiltModel, layout: Layout, meshes: Meshes, objective: Objective[Any], device: torch.device
+) -> Passes:
+    if layout.whole is not None:
+        return SequentialPasses(built.module, layout.whole, objective)
+    assert layout.staged is not None
+    # A denoiser is given whole latents, of which ranks of cp have their tokens between blocks; a decoder is given its
+    # own tokens already.
+    shards = 1 if built.frozen is None else meshes.sizes.cp
+    pipeline = Pipeline(
+        layout.staged,
+        objective.predict,
+        objective.loss_of,
+        device=device,
+        dtype=getattr(torch, recipe.precision.compute),
+        sequence_shards=shards,
+    )
+    return PipelinedPasses(pipeline, objective)
 
 
 def _flops(recipe: Recipe, made: Mapping[str, Any], tokenizer: Tokenizer | None) -> MicroBatchFlops:
     """Counts what a micro-batch costs on a second, whole copy of the model that stays on meta."""
     copy = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
     checkpoint_activations([block for _, block in copy.blocks], recipe.memory.activation_checkpointing)
-    objective, _, _ = _objective(recipe, copy, tokenizer)
+    objective, _, _ = _objective(recipe, copy, tokenizer, sequence=None)
     return MicroBatchFlops(copy.module, lambda tensors: objective.loss(copy.module, Batch(tensors, positions=[])))
 
 
 def _objective(
-    recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer | None
+    recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer | None, sequence: SequenceSplit | None
 ) -> tuple[Objective[Any], Collate, Collate]:
     """The objective, and how its micro-batches are made for training and for validation."""
     match recipe.objective:
@@ -139,7 +134,7 @@ def _objective(
             collate = NextTokenCollate(
                 next_token, recipe.data.sequence_length, recipe.data.packing, pad_token=tokenizer.padding
             )
-            return NextToken(next_token), collate, collate
+            return NextToken(next_token, sequence, packed=recipe.data.packing), collate, collate
         case VisionLanguageRecipe() as vision_language:
             return _vision_language(recipe, vision_language, built)
 
@@ -190,7 +185,7 @@ def _vision_language(
     collate = VisionLanguageCollate(
         objective, tokenizer, image_processor, config.image_token_id, recipe.data.sequence_length
     )
-    return VisionLanguage(objective), collate, collate
+    return VisionLanguage(objective, packed=False), collate, collate
 
 
 def _sampler(recipe: Recipe, built: BuiltModel, meshes: Meshes, device: torch.device) -> Sampler | None:

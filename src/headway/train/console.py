@@ -146,8 +146,9 @@ def _event_text(kind: str, fields: Mapping[str, Any]) -> str:
         case "step_skipped":
             first, end = fields["positions_of_step"]
             return (
-                f"step {fields['step']} skipped, {fields['reason']}: loss {fields['loss']:.4g}, gradient norm {fields['grad_norm']:.4g}; "
-                f"samples {first} to {end - 1} of the data's order (events.jsonl has more)"
+                f"step {fields['step']} skipped, {fields['reason']}: loss {fields['loss']:.4g}, "
+                f"gradient norm {fields['grad_norm']:.4g}; samples {first} to {end - 1} of the data's order "
+                "(events.jsonl has more)"
             )
         case "sampled":
             return f"samples in {fields['file']}"

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from headway.data import Batch
-from headway.parallel import LaidOut
+from headway.parallel import LaidOutWhole
+from headway.parallel.pipeline import Pipeline
 from headway.train.objectives.objective import Objective
 
 
@@ -33,7 +34,7 @@ class SequentialPasses:
     """The whole model is on this rank, or gathered block by block."""
 
     model: nn.Module
-    laid_out: LaidOut
+    laid_out: LaidOutWhole
     objective: Objective[Any]
 
     def gradients(self, batches: list[Batch], scale: Tensor) -> list[Tensor]:
@@ -55,3 +56,26 @@ class SequentialPasses:
     def output(self, predict: Callable[[nn.Module], Tensor]) -> Tensor:
         """See Passes."""
         return predict(self.model)
+
+
+@dataclass(frozen=True)
+class PipelinedPasses:
+    """Each rank of the pipeline has its stages of the model; all work on the same micro-batches."""
+
+    pipeline: Pipeline
+    objective: Objective[Any]
+
+    def gradients(self, batches: list[Batch], scale: Tensor) -> list[Tensor]:
+        """See Passes. Zeros where the last stage is not."""
+        return self.pipeline.forward_backward([self.objective.prepare(batch) for batch in batches], scale)
+
+    @torch.no_grad()
+    def losses(self, batches: list[Batch]) -> list[Tensor]:
+        """See Passes. Zeros where the last stage is not."""
+        return self.pipeline.losses([self.objective.prepare(batch) for batch in batches])
+
+    @torch.no_grad()
+    def output(self, predict: Callable[[nn.Module], Tensor]) -> Tensor:
+        """See Passes."""
+        (output,) = self.pipeline.everywhere(self.pipeline.forward([None], lambda model, _: predict(model)))
+        return output

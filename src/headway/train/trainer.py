@@ -70,7 +70,6 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
-        self.model = self.parts.model
         self._countable = True
         self.lr_factor = learning_rate_factor(self.recipe.optim, self.recipe.run.steps)
 
@@ -81,7 +80,7 @@ class Trainer:
         counts = self._counts(batches, self._flops(micro_batches))
         masters = self.parts.masters
         losses = self.parts.passes.gradients(batches, self._scale(weight=counts[0]))
-        self.parts.laid_out.hand_over(masters)
+        self.parts.layout.laid_out.hand_over(masters)
         if self.on_gradients is not None:
             self.on_gradients(masters)
         totals = torch.stack([self._counted(losses), masters.squared_norm_share().to(counts)])
@@ -98,7 +97,7 @@ class Trainer:
             masters.clip_gradients(norm, self.recipe.optim.clip_norm)
             for optimizer in self.parts.optimizers:
                 optimizer.step()
-            self.parts.laid_out.masters_changed()
+            self.parts.layout.laid_out.masters_changed()
             self.parts.ema.update(number)
         for optimizer in self.parts.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -159,7 +158,7 @@ class Trainer:
 
     def _counted(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """This rank's share of the loss sum over the global batch, a float64 scalar."""
-        return torch.stack(losses).double().sum() * self.parts.counts_loss
+        return torch.stack(losses).double().sum() * self.parts.layout.counts_loss
 
     def _report(
         self, number: int, result: StepResult, weight: float, batches: list[Batch], losses: list[torch.Tensor]
@@ -172,7 +171,7 @@ class Trainer:
             culprits = [
                 position
                 for batch, loss in zip(batches, losses, strict=True)
-                if self.parts.counts_loss and not math.isfinite(self.read_on_host(loss.view(1))[0])
+                if self.parts.layout.counts_loss and not math.isfinite(self.read_on_host(loss.view(1))[0])
                 for position in batch.positions
             ]
             self.on_event(
@@ -231,7 +230,7 @@ class Trainer:
         """Go on from a checkpoint; ``load`` fills a state in place."""
         state = self.state()
         load(state)
-        self.parts.laid_out.masters_changed()
+        self.parts.layout.laid_out.masters_changed()
         load_optimizer_state(self.parts.masters, self.parts.optimizers, state["optimizer"])
         self.parts.ema.load_state_dict(state["ema"])
         values = dict(state["trainer"])
@@ -241,11 +240,11 @@ class Trainer:
 
     def draw_samples(self, sampler: Sampler) -> torch.Tensor:
         """The recipe's prompts as pictures or videos: uint8 (N, [F,] H, W, 3)."""
-        self.model.eval()
+        self.parts.layout.laid_out.train(False)
         pictures = sampler.draw(
             lambda inputs: self.parts.passes.output(lambda model: velocity(model, inputs, sampler.recipe.guidance))
         )
-        self.model.train()
+        self.parts.layout.laid_out.train(True)
         return pictures
 
     def validation_loss(self, batches: Iterable[list[Batch]]) -> float:
@@ -254,14 +253,14 @@ class Trainer:
         device = self.parts.ranks.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         corrupt: list[str] = []
-        self.model.eval()
+        self.parts.layout.laid_out.train(False)
         for micro_batches in batches:
             moved = [batch.to(device, non_blocking=True) for batch in micro_batches]
             totals[0] += self._counted(self.parts.passes.losses(moved))
             if self.parts.meshes.is_first_of_data_rank:
                 totals[1] += torch.stack([objective.weight(batch) for batch in moved]).double().sum()
             corrupt += [record for batch in micro_batches for record in batch.bad_records]
-        self.model.train()
+        self.parts.layout.laid_out.train(True)
         named = sorted(set(self._gather_of_data_ranks(corrupt)))
         if named:
             self.on_event("bad_validation_records", records=named, message=f"corrupt in validation: {named[0]}")

@@ -36,7 +36,8 @@ class ContextParallelProcessor:
             assert image_rotary_emb is not None
             *image_rotary_emb, length = image_rotary_emb  # type: ignore[assignment]
             streams = (length,)
-        with _Rerouted(functools.partial(self._attend, streams)) as rerouted:
+        rerouted = _Rerouted(functools.partial(self._attend, streams))
+        with rerouted:
             output = self._processor(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         if rerouted.calls != 1:
             raise UserError(
@@ -101,4 +102,6 @@ class _Rerouted(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             self.calls += 1
             return self._attend(*args, **(kwargs or {}))
+        if func is Tensor.unflatten:  # called as a function, it would break the graph of a compiled block
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))

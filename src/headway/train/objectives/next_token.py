@@ -8,6 +8,8 @@ from torch.nn import functional
 
 from headway.data import Batch, Sample
 from headway.models import next_token_logits
+from headway.parallel import cross_entropy_sum
+from headway.parallel.context_parallel import SequenceSplit
 from headway.recipe import NextTokenRecipe, VisionLanguageRecipe
 from headway.train.objectives.objective import Objective
 
@@ -68,11 +70,19 @@ def _positions(starts: torch.Tensor, length: int) -> torch.Tensor:
     return counter - origin.cummax(0).values
 
 
-class NextToken(Objective[Batch]):
+Tensors = dict[str, torch.Tensor]
+
+
+class NextToken(Objective[Tensors]):
     """Σ over tokens that count of -log p(token)."""
 
-    def __init__(self, objective: NextTokenRecipe | VisionLanguageRecipe) -> None:
+    def __init__(
+        self, objective: NextTokenRecipe | VisionLanguageRecipe, sequence: SequenceSplit | None = None, *, packed: bool
+    ) -> None:
+        """``sequence``: how ranks share each sequence, if they do; ``packed``: several documents in one."""
         self.ignore_index = objective.ignore_index
+        self.sequence = sequence
+        self.packed = packed
 
     def weight(self, batch: Batch) -> torch.Tensor:
         """Tokens that count: labels that are not ignored, of samples that are not corrupt. float32 scalar."""
@@ -83,18 +93,20 @@ class NextToken(Objective[Batch]):
         """Tokens that the model sees for this micro-batch, padding included."""
         return batch.tensors["input_ids"].numel()
 
-    def prepare(self, batch: Batch) -> Batch:
-        """See Objective."""
-        return batch
+    def prepare(self, batch: Batch) -> Tensors:
+        """The batch's tensors, labels of corrupt samples ignored; this rank's tokens where sequences are shared."""
+        corrupt = (batch.tensors["weight"] == 0).unsqueeze(1)
+        tensors = batch.tensors | {"labels": batch.tensors["labels"].masked_fill(corrupt, self.ignore_index)}
+        if self.sequence is None:
+            return tensors
+        whole = (tensors[name] for name in ("input_ids", "labels", "position_ids"))
+        return tensors | self.sequence.batch(*whole, ignore_index=self.ignore_index, packed=self.packed)
 
-    def predict(self, model: nn.Module, prepared: Batch) -> torch.Tensor:
+    def predict(self, model: nn.Module, prepared: Tensors) -> torch.Tensor:
         """Logits (B, L, V)."""
-        return next_token_logits(model, prepared.tensors["input_ids"], prepared.tensors["position_ids"])
+        shared = {} if self.sequence is None else {"document_ids": prepared.get("document_ids")}
+        return next_token_logits(model, prepared["input_ids"], prepared["position_ids"], **shared)
 
-    def loss_of(self, prediction: torch.Tensor, prepared: Batch) -> torch.Tensor:
+    def loss_of(self, prediction: torch.Tensor, prepared: Tensors) -> torch.Tensor:
         """The sum over the micro-batch, a float32 scalar to be divided by the global number of tokens that count."""
-        corrupt = (prepared.tensors["weight"] == 0).unsqueeze(1)
-        labels = prepared.tensors["labels"].masked_fill(corrupt, self.ignore_index)
-        return functional.cross_entropy(
-            prediction.float().flatten(0, 1), labels.flatten(), ignore_index=self.ignore_index, reduction="sum"
-        )
+        return cross_entropy_sum(prediction, prepared["labels"], self.ignore_index)

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from headway.data import BadRecord, Batch, Conversation, Sample, UnfitSample
+from headway.data import BadRecord, Conversation, Sample, UnfitSample
 from headway.errors import UserError
 from headway.models import vision_language_logits
 from headway.recipe import VisionLanguageRecipe
-from headway.train.objectives.next_token import NextToken, rounded_up
+from headway.train.objectives.next_token import NextToken, Tensors, rounded_up
 
 INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "image_grid_thw")
 
@@ -138,10 +138,9 @@ class VisionLanguageCollate:
 class VisionLanguage(NextToken):
     """Σ over the tokens of answers of -log p(token)."""
 
-    def predict(self, model: nn.Module, prepared: Batch) -> torch.Tensor:
+    def predict(self, model: nn.Module, prepared: Tensors) -> torch.Tensor:
         """Logits (B, L, V)."""
-        inputs = {name: prepared.tensors[name] for name in INPUTS if name in prepared.tensors}
-        return vision_language_logits(model, inputs)
+        return vision_language_logits(model, {name: prepared[name] for name in INPUTS if name in prepared})
 
 
 def open_processor(folder: Path) -> tuple[Any, Any]:
