@@ -117,6 +117,14 @@ class NextTokenRecipe(Section):
 
     kind: Literal["next_token"]
     ignore_index: int = -100
+    router_balance: Annotated[float, Field(ge=0)] | None = None
+    """Mixtures of experts: coefficient of the balance loss, over the global batch; None: the model's own."""
+    router_z: Annotated[float, Field(ge=0)] = 0.0
+    """Mixtures of experts: coefficient of the squared size of the routers' logits (z loss)."""
+    router_exact: bool = False
+    """The balance loss uses the loads of this step, for one more forward pass; False: those of the step before."""
+    expert_capacity: Annotated[float, Field(gt=0)] | None = None
+    """Tokens that an expert takes of a sequence, over what equal loads would give it; None: all, nothing is dropped."""
 
 
 class VisionLanguageRecipe(Section):

@@ -12,7 +12,6 @@ from headway.data import Batch, Collate, Source, Tokenizer, accumulation, open_s
 from headway.errors import UserError
 from headway.models import BuiltModel, DenoisingModel, build_model, image_tokens, timestep_shift
 from headway.parallel import Masters, Meshes, Ranks, checkpoint_activations
-from headway.parallel.context_parallel import SequenceSplit
 from headway.parallel.pipeline import Pipeline
 from headway.recipe import FlowMatchingRecipe, NextTokenRecipe, Recipe, VisionLanguageRecipe
 from headway.train.ema import Ema
@@ -71,7 +70,7 @@ def assemble(recipe: Recipe, ranks: Ranks, directory: Path) -> Assembly:
     micro_batches = accumulation(recipe.run.global_batch, recipe.run.micro_batch, meshes.sizes.data)
     layout = lay_out(recipe, built, meshes, ranks, micro_batches=micro_batches)
     masters = Masters(layout.laid_out.parameters(), meshes.sizes.stage)
-    objective, collate, validation_collate = _objective(recipe, built, tokenizer, layout.sequence)
+    objective, collate, validation_collate = _objective(recipe, built, tokenizer, layout)
     blocks = {id(parameter) for _, block in built.blocks for parameter in block.parameters()}
     matrices = [name for name, p in built.module.named_parameters() if id(p) in blocks and p.ndim == 2]
     return Assembly(
@@ -117,14 +116,17 @@ def _flops(recipe: Recipe, made: Mapping[str, Any], tokenizer: Tokenizer | None)
     """Counts what a micro-batch costs on a second, whole copy of the model that stays on meta."""
     copy = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
     checkpoint_activations([block for _, block in copy.blocks], recipe.memory.activation_checkpointing)
-    objective, _, _ = _objective(recipe, copy, tokenizer, sequence=None)
+    objective, _, _ = _objective(recipe, copy, tokenizer, layout=None)
     return MicroBatchFlops(copy.module, lambda tensors: objective.loss(copy.module, Batch(tensors, positions=[])))
 
 
 def _objective(
-    recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer | None, sequence: SequenceSplit | None
+    recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer | None, layout: Layout | None
 ) -> tuple[Objective[Any], Collate, Collate]:
-    """The objective, and how its micro-batches are made for training and for validation."""
+    """The objective on a model in its layout (None: a plain one), and how its micro-batches are made.
+
+    Those are two: for training and for validation.
+    """
     match recipe.objective:
         case FlowMatchingRecipe() as flow_matching:
             return _flow_matching(recipe, flow_matching, built)
@@ -134,7 +136,9 @@ def _objective(
             collate = NextTokenCollate(
                 next_token, recipe.data.sequence_length, recipe.data.packing, pad_token=tokenizer.padding
             )
-            return NextToken(next_token, sequence, packed=recipe.data.packing), collate, collate
+            sequence = layout.sequence if layout else None
+            routed = layout is not None and layout.routing is not None
+            return NextToken(next_token, sequence, packed=recipe.data.packing, routed=routed), collate, collate
         case VisionLanguageRecipe() as vision_language:
             return _vision_language(recipe, vision_language, built)
 

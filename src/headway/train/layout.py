@@ -29,6 +29,7 @@ from headway.parallel.context_parallel import (
 from headway.parallel.expert_parallel import apply_expert_parallel, check_expert_parallel
 from headway.parallel.pipeline import PipelinePlan, StagedModel, plan_pipeline, split_into_stages
 from headway.recipe import Recipe
+from headway.train.routing import Routing, routing_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Layout:
     """This rank's stages; None without a pipeline."""
     sequence: SequenceSplit | None
     """How a language model's sequences are shared; None when they are not."""
+    routing: Routing | None
+    """Of mixtures of experts."""
     counts_loss: bool
     """Whether this rank's losses are part of the sum over all ranks: of ranks with the same losses, one's are."""
 
@@ -82,6 +85,7 @@ def lay_out(recipe: Recipe, built: BuiltModel, meshes: Meshes, ranks: Ranks, *, 
     in_bfloat16 = recipe.precision.compute == "bfloat16" or recipe.optim.kind == "muon"
     if ranks.device.type == "cpu" and in_bfloat16 and not has_bfloat16_instructions():
         emulate_bfloat16_products()
+    routing = routing_of(recipe, built.components[0].module, ranks.device, meshes.sizes.cp)
     split = split_into_stages(built.module, plan, meshes.stage) if plan is not None else None
     parts = [_Part(built, first=True, last=True)]
     if split is not None:
@@ -91,6 +95,8 @@ def lay_out(recipe: Recipe, built: BuiltModel, meshes: Meshes, ranks: Ranks, *, 
     sharded = []
     for part in parts:
         sequence = _divide(recipe, part, meshes) or sequence
+        if routing is not None:
+            routing.losses.attach(part.main, part.blocks)
         checkpoint_activations(part.blocks, recipe.memory.activation_checkpointing)
         if recipe.memory.offload_activations:
             offload_activations(part.blocks, pin_memory=ranks.device.type == "cuda")
@@ -104,6 +110,7 @@ def lay_out(recipe: Recipe, built: BuiltModel, meshes: Meshes, ranks: Ranks, *, 
         whole=sharded[0] if split is None else None,
         staged=None if split is None else StagedModel(split, meshes.pp.get_group()),
         sequence=sequence,
+        routing=routing,
         counts_loss=meshes.tp.get_local_rank() == 0
         and any(part.last for part in parts)
         and (sequence is not None or meshes.context_rank == 0),

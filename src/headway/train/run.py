@@ -171,7 +171,7 @@ class _Run:
         times = self.timer.read()
         progress = self.trainer.progress
         tflops, mfu, hfu = self.utilisation(result, times.step_time_s)
-        line = {
+        line: dict[str, Any] = {
             "step": done - 1,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -187,6 +187,8 @@ class _Run:
             "hfu": hfu,
             "peak_memory_gib": peak_memory_gib(self.ranks.device),
         }
+        if result.routing is not None:
+            line["routing"] = result.routing
         self.writers.training(line)
         self.console.training(line)
 

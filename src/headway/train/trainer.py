@@ -16,6 +16,7 @@ from headway.train.assembly import Assembly
 from headway.train.flops import Flops, add
 from headway.train.objectives.flow_matching import velocity
 from headway.train.optimizers import load_optimizer_state, optimizer_state, set_learning_rate
+from headway.train.routing import named
 from headway.train.sampling import Sampler
 from headway.train.schedules import learning_rate_factor
 
@@ -23,6 +24,10 @@ from headway.train.schedules import learning_rate_factor
 def read_on_host(values: torch.Tensor) -> list[float]:
     """The one place where a step waits for the device: a rehearsal puts its own function in its place."""
     return [float(value) for value in values.tolist()]
+
+
+COUNTED = 8
+"""Numbers that are added up over all ranks before the passes of a step."""
 
 
 @dataclass
@@ -54,6 +59,8 @@ class StepResult:
     """Of all ranks together; None where the model cannot be counted."""
     skipped: bool
     stop: bool
+    routing: dict[str, Any] | None
+    """What the routers of a mixture of experts did: see ``routing.named``."""
 
 
 @dataclass
@@ -78,16 +85,19 @@ class Trainer:
         number = self.progress.step
         batches = [batch.to(self.parts.ranks.device, non_blocking=True) for batch in micro_batches]
         counts = self._counts(batches, self._flops(micro_batches))
-        masters = self.parts.masters
-        losses = self.parts.passes.gradients(batches, self._scale(weight=counts[0]))
-        self.parts.layout.laid_out.hand_over(masters)
+        masters, layout, passes = self.parts.masters, self.parts.layout, self.parts.passes
+        scale = self._scale(weight=counts[0])
+        if layout.routing is not None:
+            layout.routing.begin_step(scale, lambda: passes.losses(batches))
+        losses = passes.gradients(batches, scale)
+        routed = counts.new_empty(0) if layout.routing is None else layout.routing.finish_step()
+        layout.laid_out.hand_over(masters)
         if self.on_gradients is not None:
             self.on_gradients(masters)
         totals = torch.stack([self._counted(losses), masters.squared_norm_share().to(counts)])
         dist.all_reduce(totals)
-        loss_sum, squared_norm, weight, samples, tokens, bad_records, stop, *flops = self.read_on_host(
-            torch.cat([totals, counts])
-        )
+        values = self.read_on_host(torch.cat([totals, counts, routed]))
+        loss_sum, squared_norm, weight, samples, tokens, bad_records, stop, *flops = values[: COUNTED + 2]
         loss = loss_sum / weight if weight else math.nan
         norm = math.sqrt(squared_norm)
         factor = self.lr_factor(number)
@@ -97,7 +107,7 @@ class Trainer:
             masters.clip_gradients(norm, self.recipe.optim.clip_norm)
             for optimizer in self.parts.optimizers:
                 optimizer.step()
-            self.parts.layout.laid_out.masters_changed()
+            layout.laid_out.masters_changed()
             self.parts.ema.update(number)
         for optimizer in self.parts.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -111,13 +121,14 @@ class Trainer:
             flops=Flops(*map(int, flops)) if all(map(math.isfinite, flops)) else None,
             skipped=skipped,
             stop=stop > 0,
+            routing=named(values[COUNTED + 2 :]) if layout.routing is not None else None,
         )
         self._report(number, result, weight, batches, losses)
         self._advance(result)
         return result
 
     def _counts(self, batches: list[Batch], flops: list[float]) -> torch.Tensor:
-        """Over the global batch: weight, samples, tokens, corrupt records, ranks that want to stop, FLOPs (8,).
+        """Over the global batch: weight, samples, tokens, corrupt records, ranks that want to stop, FLOPs (COUNTED,).
 
         Of the ranks that work on the same micro-batches one counts them.
         """
@@ -219,7 +230,9 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds: trained parameters, optimizer and averages as shards, and the progress."""
+        routing = self.parts.layout.routing
         return {
+            "routers": {} if routing is None else routing.losses.state_dict(),
             "model": dict(self.parts.masters.whole),
             "optimizer": optimizer_state(self.parts.masters, self.parts.optimizers),
             "ema": self.parts.ema.state_dict(),
@@ -233,6 +246,8 @@ class Trainer:
         self.parts.layout.laid_out.masters_changed()
         load_optimizer_state(self.parts.masters, self.parts.optimizers, state["optimizer"])
         self.parts.ema.load_state_dict(state["ema"])
+        if self.parts.layout.routing is not None:
+            self.parts.layout.routing.losses.load_state_dict(state["routers"])
         values = dict(state["trainer"])
         if values.pop("data") != self.parts.training_data.fingerprint:
             self.on_event("data_changed", message="the training data is not what it was when the checkpoint was saved")

@@ -77,12 +77,21 @@ class NextToken(Objective[Tensors]):
     """Σ over tokens that count of -log p(token)."""
 
     def __init__(
-        self, objective: NextTokenRecipe | VisionLanguageRecipe, sequence: SequenceSplit | None = None, *, packed: bool
+        self,
+        objective: NextTokenRecipe | VisionLanguageRecipe,
+        sequence: SequenceSplit | None = None,
+        *,
+        packed: bool,
+        routed: bool = False,
     ) -> None:
-        """``sequence``: how ranks share each sequence, if they do; ``packed``: several documents in one."""
+        """``sequence``: how ranks share each sequence, if they do; ``packed``: several documents in one.
+
+        ``routed``: the blocks take ``routed_tokens``, nonzero for tokens that count.
+        """
         self.ignore_index = objective.ignore_index
         self.sequence = sequence
         self.packed = packed
+        self.routed = routed
 
     def weight(self, batch: Batch) -> torch.Tensor:
         """Tokens that count: labels that are not ignored, of samples that are not corrupt. float32 scalar."""
@@ -104,8 +113,12 @@ class NextToken(Objective[Tensors]):
 
     def predict(self, model: nn.Module, prepared: Tensors) -> torch.Tensor:
         """Logits (B, L, V)."""
-        shared = {} if self.sequence is None else {"document_ids": prepared.get("document_ids")}
-        return next_token_logits(model, prepared["input_ids"], prepared["position_ids"], **shared)
+        further: dict[str, torch.Tensor | None] = {}
+        if self.sequence is not None:
+            further["document_ids"] = prepared.get("document_ids")
+        if self.routed:
+            further["routed_tokens"] = prepared["labels"] != self.ignore_index
+        return next_token_logits(model, prepared["input_ids"], prepared["position_ids"], **further)
 
     def loss_of(self, prediction: torch.Tensor, prepared: Tensors) -> torch.Tensor:
         """The sum over the micro-batch, a float32 scalar to be divided by the global number of tokens that count."""
