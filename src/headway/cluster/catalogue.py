@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.errors import UserError
 
-Precision = Literal["tf32", "float16", "bfloat16", "float8", "float4"]
+Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8", "float4"]
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -20,8 +20,14 @@ class Accelerator(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    vendor: Literal["NVIDIA", "AMD"]
+    vendor: str
     form: str
+    generation: str
+    """What shares kernels and their efficiencies: ``ampere``, ``hopper``, ``cdna3``, …"""
+    processors: Annotated[int, Field(ge=1)]
+    """Streaming multiprocessors, compute units or cores: what a kernel's tiles are spread over."""
+    power_w: Positive | None = None
+    """The power limit as sold."""
     device_names: tuple[str, ...]
     """What ``torch.cuda.get_device_name`` returns for it, letter by letter."""
     dense_peak_tflops: dict[Precision, Positive]
@@ -29,6 +35,8 @@ class Accelerator(BaseModel):
     memory_gb: Positive
     """As sold: 1e9 or 2**30 bytes, as the vendor counts."""
     memory_bandwidth_gb_per_s: Positive
+    host_gb_per_s_unidirectional: Positive | None = None
+    """To the host's memory: PCIe, or NVLink to a superchip's processor."""
     scale_up_gb_per_s_unidirectional: Positive | None = None
     """NVLink or xGMI, all links of the device together."""
     scale_up_devices: Annotated[int, Field(ge=1)]
@@ -60,8 +68,8 @@ def accelerator_named(name: str) -> Accelerator:
     by_name = {accelerator.name.lower(): accelerator for accelerator in load_catalogue()}
     if name.lower() in by_name:
         return by_name[name.lower()]
-    near = difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.5)
-    near = near or [known for known in by_name if known.startswith(name.lower())][:1]
+    near = [known for known in by_name if known.startswith(name.lower())][:1]
+    near = near or difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.5)
     suggestion = f"; did you mean {by_name[near[0]].name}?" if near else ""
     known = ", ".join(accelerator.name for accelerator in by_name.values())
     raise UserError(f"accelerator {name!r} is not in the catalogue{suggestion} (known: {known})")
@@ -76,3 +84,10 @@ def accelerator_of_device(device_name: str) -> Accelerator | None:
         if device_name in accelerator.device_names:
             return accelerator
     return None
+
+
+def accelerator_like(accelerator: Accelerator) -> Accelerator | None:
+    """The catalogue's entry that a described accelerator means: of the same name, or of a name that it begins with."""
+    by_name = {known.name.lower(): known for known in load_catalogue()}
+    name = accelerator.name.lower()
+    return by_name.get(name) or next((known for key, known in by_name.items() if name.startswith(key)), None)
