@@ -201,6 +201,22 @@ def test_it_can_be_rehearsed_without_values(shape: str, packed: bool) -> None:
     assert shapes == [(BATCH, 4, 8, WIDTH), (BATCH, 4, 8, WIDTH), (BATCH, 2, 8, WIDTH), (BATCH, 2, 8, WIDTH)]
 
 
+def compiled(shape: tuple[int, int]) -> list[torch.Size]:
+    """The graph of rank 1 of 4, traced whole, as the libraries' blocks are compiled."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    ranks, split = context(*shape), CausalSplit(*shape)
+    attention = torch.compile(context_parallel_attention, backend="eager", fullgraph=True)
+    leaves = [torch.rand(BATCH, heads, 8, WIDTH, requires_grad=True) for heads in (4, 2, 2)]
+    out = attention(ranks, *leaves, split.steps(32, ranks.ring.rank()))
+    return [out.shape, *(gradient.shape for gradient in torch.autograd.grad(out.sum(), leaves))]
+
+
+def test_it_can_be_compiled_in_one_graph() -> None:
+    (shapes,) = run_ranks(1, compiled, SHAPES["both"])
+    assert shapes == [(BATCH, 4, 8, WIDTH), (BATCH, 4, 8, WIDTH), (BATCH, 2, 8, WIDTH), (BATCH, 2, 8, WIDTH)]
+
+
 def test_what_a_query_does_not_see_counts_nothing_even_where_it_sees_nothing() -> None:
     query, key, value, gradient = inputs((4, 2), 6)
     hidden = torch.zeros(BATCH, 1, 6, 6)

@@ -15,14 +15,16 @@ from context_parallel_runs import (
     Result,
     Sharded,
     assert_same_gradients,
+    build,
     gradient_errors,
     meshes,
     parts,
 )
-from headway.parallel.context_parallel import SequenceSplit, apply_context_parallel_language
+from headway.errors import UserError
+from headway.parallel.context_parallel import SequenceSplit, apply_context_parallel_language, check_context_parallel
 from headway.recipe import ModelRecipe
 from ranks import run_ranks
-from tiny_models import DENSE, LANGUAGE
+from tiny_models import DENSE, LANGUAGE, VISION_LANGUAGE
 
 IGNORED = -100
 LENGTH = 37
@@ -215,3 +217,35 @@ def count_labels(layout: dict[str, Any]) -> int:
 def test_every_label_counts_on_one_rank(kind: str) -> None:
     expected = int((tokens(1, packed=True)[1] != IGNORED).sum())
     assert sum(run_ranks(KINDS[kind]["cp"], count_labels, KINDS[kind])) == expected
+
+
+REFUSED = {
+    "a window": (ModelRecipe(class_name="MixtralForCausalLM", config=DENSE | {"sliding_window": 8}), "of a window"),
+    "windows in turn": (
+        ModelRecipe(
+            class_name="Qwen3ForCausalLM",
+            config=DENSE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        ),
+        "full_attention, sliding_attention",
+    ),
+    "latent attention": (ModelRecipe(class_name="DeepseekV2ForCausalLM", config=DENSE), "attention is of its own kind"),
+    "pictures": (VISION_LANGUAGE["qwen3_vl"], "pictures take the place of tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_attention_of_another_kind_is_refused_with_the_reason(name: str) -> None:
+    recipe, reason = REFUSED[name]
+    model = build(recipe).module
+    check_context_parallel(model, ring=1, ulysses=1)
+    with pytest.raises(UserError, match=f"{recipe.class_name}.*{reason}"):
+        check_context_parallel(model, ring=2, ulysses=1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_heads_that_tensor_parallelism_leaves_must_divide(name: str, cases: dict[str, Case]) -> None:
+    model = cases[name].built.module
+    check_context_parallel(model, ring=2, ulysses=4)
+    check_context_parallel(model, ring=3, ulysses=2, tp=2)
+    with pytest.raises(UserError, match="all-to-all of 4 ranks does not divide the model's 2 heads of 4"):
+        check_context_parallel(model, ring=1, ulysses=4, tp=2)

@@ -21,11 +21,12 @@ def covered(blocks: object, queries: int, keys: int) -> torch.Tensor:
     return seen
 
 
-@given(ring=SIZES, ulysses=SIZES, length=st.integers(1, 300))
-def test_every_token_of_a_causal_sequence_is_on_one_rank(ring: int, ulysses: int, length: int) -> None:
-    split = CausalSplit(ring, ulysses)
+@given(ring=SIZES, ulysses=SIZES, multiple=st.integers(1, 4), length=st.integers(1, 300))
+def test_every_token_of_a_causal_sequence_is_on_one_rank(ring: int, ulysses: int, multiple: int, length: int) -> None:
+    split = CausalSplit(ring, ulysses, multiple)
     padded = split.padded(length)
-    assert length <= padded < length + 2 * ring * ulysses
+    assert length <= padded < length + 2 * ring * ulysses * multiple
+    assert padded // (ring * ulysses) % multiple == 0
     whole = torch.arange(padded)
     pieces = [
         take(whole, split.piece(padded, ring_rank, rank), 0) for ring_rank in range(ring) for rank in range(ulysses)

@@ -45,17 +45,17 @@ def _check_language_model(model: Any) -> None:
             "whole sequence; set layout.cp = 1"
         )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    windowed = getattr(config, "sliding_window", None) is not None
     if kinds != {"full_attention"} or windowed:
         raise UserError(
             f"layout.cp is for layers that attend to the whole sequence; {name} has {', '.join(sorted(kinds))}"
             f"{' of a window' if windowed else ''}: set layout.cp = 1"
         )
-    special = [key for key in ("attn_logit_softcapping", "v_head_dim") if getattr(config, key, None) is not None]
-    sinks = [parameter for parameter, _ in model.named_parameters() if parameter.endswith(".sinks")]
-    if special or sinks or not model._can_set_attn_implementation():
-        reason = ", ".join([*special, *sinks[:1]]) or "attention of its own"
-        raise UserError(f"layout.cp is not for {name}, which has {reason}: set layout.cp = 1")
+    if getattr(config, "v_head_dim", None) is not None or not model._can_set_attn_implementation():
+        raise UserError(
+            f"layout.cp is not for {name}, whose attention is of its own kind: set layout.cp = 1, or use a model whose "
+            "keys and values are of one width"
+        )
 
 
 def _check_heads(heads: int, ring: int, ulysses: int, tp: int) -> None:

@@ -17,11 +17,14 @@ _applied = itertools.count()
 
 
 class SequenceSplit:
-    """This rank's part of sequences of tokens that see only earlier ones. All ranks of ``cp`` hold the whole batch."""
+    """This rank's part of sequences of tokens that see only earlier ones. All ranks of ``cp`` hold the whole batch.
 
-    def __init__(self, cp: DeviceMesh) -> None:
+    Each rank's number of tokens is a multiple of ``local_multiple``: sequence parallelism splits them further.
+    """
+
+    def __init__(self, cp: DeviceMesh, local_multiple: int = 1) -> None:
         self.ranks = ContextRanks.of(cp)
-        self._split = CausalSplit(self.ranks.ring.size(), self.ranks.ulysses.size())
+        self._split = CausalSplit(self.ranks.ring.size(), self.ranks.ulysses.size(), local_multiple)
 
     def shard(self, tensor: Tensor, fill: int, dim: int = 1) -> Tensor:
         """This rank's tokens along ``dim``; a length that does not divide is padded at the end with ``fill``."""
@@ -76,14 +79,14 @@ class SequenceSplit:
         return out.transpose(1, 2).contiguous(), None
 
 
-def apply_context_parallel_language(model: Any, cp: DeviceMesh) -> SequenceSplit:
+def apply_context_parallel_language(model: Any, cp: DeviceMesh, local_multiple: int = 1) -> SequenceSplit:
     """Let the attention of a causal language model of transformers reach over the ranks of ``cp``.
 
     The model must then be called with what ``SequenceSplit.batch`` returns, labels apart, with ``document_ids`` = None
     where it returns none, and without attention mask. Each rank's logits and loss are those of its own tokens;
     gradients of parameters are parts that sum up over ``cp``.
     """
-    split = SequenceSplit(cp)
+    split = SequenceSplit(cp, local_multiple)
     # A registry of functions by name, shared by all models of the process: each application has a name of its own.
     name = f"context_parallel_{next(_applied)}"
     AttentionInterface.register(name, split.attention)

@@ -45,10 +45,13 @@ class CausalSplit:
 
     ring: int
     ulysses: int
+    local_multiple: int = 1
+    """Each rank's number of tokens is a multiple of this."""
 
     def padded(self, length: int) -> int:
         """``length`` up to the next one that divides: padding goes after the sequence, where no token sees it."""
-        multiple = self.ulysses if self.ring == 1 else math.lcm(2 * self.ring, self.ring * self.ulysses)
+        chunks = 1 if self.ring == 1 else 2 * self.ring
+        multiple = math.lcm(chunks, self.ring * self.ulysses * self.local_multiple)
         return -(-length // multiple) * multiple
 
     def part(self, length: int, ring_rank: int) -> list[slice]:
