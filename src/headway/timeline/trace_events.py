@@ -260,6 +260,8 @@ class _EventDecoder:
 
     def _strings(self, values: list[Any]) -> NDArray[np.int32]:
         """Places in the strings; of what is no string, that of ``""``."""
+        if not any(values):
+            return np.zeros(len(values), np.int32)
         try:
             return np.fromiter(map(self.found.strings.__getitem__, values), np.int32, len(values))
         except TypeError:  # a list or an object, which can't be looked up
@@ -291,6 +293,8 @@ def _args_type(arguments: Arguments) -> Any:
 
 def _integers(values: list[Any]) -> NDArray[np.int64]:
     """Integers; -1 for what is none or does not fit."""
+    if values.count(UNKNOWN) == len(values):
+        return np.full(len(values), UNKNOWN)
     try:
         return np.fromiter(values, np.int64, len(values))
     except (TypeError, ValueError, OverflowError):
