@@ -2,7 +2,11 @@
 
 import os
 import signal
+import subprocess
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +191,46 @@ def test_a_batch_that_does_not_divide_names_the_keys_and_the_nearest_that_do():
 def test_a_worker_killed_by_the_system_is_a_clear_error_and_no_hang():
     with pytest.raises(UserError, match=r"a data worker was killed .*data.workers"):
         list(loader(Numbers(deadly=7), workers=2))
+
+
+def workers_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def signalled_by_another(number: signal.Signals, processes: list[int]) -> None:
+    subprocess.run(["kill", f"-{int(number)}", *map(str, processes)], check=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signals_that_ask_the_run_to_stop_leave_its_workers_alone(number):
+    """A scheduler sends them to every process of a job, in whatever a worker is doing."""
+    received = []
+    for step in loader(workers=2, prefetch=1):
+        signalled_by_another(number, workers_of(os.getpid()))
+        received += rows(step)
+    assert received == EXPECTED
+
+
+@dataclass(frozen=True)
+class Stuck(Numbers):
+    """No record is ever read."""
+
+    def read(self, index: int, epoch: int) -> Sample:
+        signal.pause()
+        raise AssertionError
+
+
+@pytest.mark.timeout(60)
+def test_workers_that_hang_end_when_their_parent_says_so():
+    """torch ends them by the very signal that they do not take from others; so does Python at the end of a process."""
+    batches: Any = loader(Stuck(), workers=1)._read_ahead()
+    (worker,) = workers_of(os.getpid())
+    signalled_by_another(signal.SIGTERM, [worker])
+    time.sleep(0.2)
+    assert workers_of(os.getpid()) == [worker]
+    batches._workers[0].terminate()
+    batches._workers[0].join(10)
+    assert batches._workers[0].exitcode == 0
 
 
 def test_the_global_generator_is_left_alone():

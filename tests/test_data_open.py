@@ -119,7 +119,7 @@ def test_mistakes_are_told_with_near_matches(tmp_path):
         opened(recipe("image_folder", tmp_path / "picturs"))
     with pytest.raises(UserError, match=rf"does not exist \(the part that does is {tmp_path}\)"):
         opened(recipe("image_folder", tmp_path / "a/b/c"))
-    with pytest.raises(UserError, match=r"is a file, and this data\.kind reads a folder"):
+    with pytest.raises(UserError, match=r"is a file; name a folder"):
         opened(recipe("image_folder", tmp_path / "pictures/000.png"))
     with pytest.raises(UserError, match=r"data\.validation_path = .* does not exist"):
         opened(recipe("image_folder", tmp_path / "pictures", validation_path=tmp_path / "gone"))

@@ -47,6 +47,7 @@ class JsonlConversations:
             raise BadRecord(record, f"not a conversation ({type(error).__name__}: {error})") from error
 
     def blank(self) -> Sample:
+        """A conversation of two dots."""
         messages = [{"role": role, "content": [{"type": "text", "text": "."}]} for role in ("user", "assistant")]
         return Sample(conversation=Conversation(messages, [], "blank"))
 

@@ -1,7 +1,7 @@
 """Files in a folder with their captions: ``NAME.txt`` beside ``NAME.jpg``, or one ``metadata.jsonl`` for all."""
 
 import json
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,78 +14,73 @@ from headway.errors import UserError
 METADATA = "metadata.jsonl"
 
 
-@dataclass(frozen=True)
-class CaptionedFiles:
-    """Files below ``folder`` by relative path; ``problems`` holds why a record is known to be corrupt, or null."""
+class CaptionedFolder(ABC):
+    """One record for each file with one of ``suffixes`` in a folder and the folders in it.
 
-    folder: Path
-    paths: pa.LargeStringArray
-    captions: pa.LargeStringArray
-    problems: pa.LargeStringArray
-    fingerprint: str
-    """Of the relative paths, sizes in bytes and captions (not the contents, which would have to be read)."""
+    Raises UserError when there is no such file, or none has a caption.
+    """
+
+    def __init__(self, folder: Path, suffixes: frozenset[str]) -> None:
+        entries: dict[str, tuple[str | None, str | None]] = {}
+        for path in folder.rglob("*"):
+            if path.suffix.lower() in suffixes and not path.name.startswith(".") and path.is_file():
+                entries[path.relative_to(folder).as_posix()] = _caption_beside(path)
+        if not entries:
+            raise UserError(f"data.path = {folder} holds no file ending in {', '.join(sorted(suffixes))}")
+        for metadata in sorted(folder.rglob(METADATA)):
+            entries |= _read_metadata(metadata, folder, set(entries))
+        if all(caption is None for caption, _ in entries.values()):
+            raise UserError(
+                f"data.path = {folder}: no file has a caption; write NAME.txt beside each file, or {METADATA}"
+            )
+        names = sorted(entries)
+        captions = [entries[name][0] for name in names]
+        parts = [part for name in names for part in (name, str(_size(folder / name)), entries[name][0] or "")]
+        self.folder = folder
+        self.paths = pa.array(names, pa.large_string())
+        self.captions = pa.array(captions, pa.large_string())
+        self.problems = pa.array([entries[name][1] for name in names], pa.large_string())
+        """Why a record is known to be corrupt, or null."""
+        self.fingerprint = fingerprint_of(["files", *parts])
+        """Of the relative paths, sizes in bytes and captions (not the contents, which would have to be read)."""
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def record(self, index: int) -> tuple[Path, str]:
-        """(path, caption). Raises BadRecord when the record has no caption or its line of metadata.jsonl is damaged."""
+    def read(self, index: int, epoch: int) -> Sample:
+        """What the file holds, and its caption. Raises BadRecord when either is missing or damaged."""
         path = self.folder / self.paths[index].as_py()
         problem, caption = self.problems[index].as_py(), self.captions[index].as_py()
         if problem is not None:
             raise BadRecord(str(path), problem)
         if caption is None:
             raise BadRecord(str(path), f"no caption: neither {path.stem}.txt beside it nor a line of {METADATA}")
-        return path, caption
+        sample = self.read_file(path)
+        sample.caption = caption
+        return sample
+
+    @abstractmethod
+    def read_file(self, path: Path) -> Sample:
+        """The sample in a file, without its caption. Raises BadRecord."""
 
 
-def captioned_files(folder: Path, suffixes: frozenset[str]) -> CaptionedFiles:
-    """All files with one of ``suffixes`` below ``folder``. Raises UserError when there are none, or no captions."""
-    entries: dict[str, tuple[str | None, str | None]] = {}
-    for path in folder.rglob("*"):
-        if path.suffix.lower() in suffixes and not path.name.startswith(".") and path.is_file():
-            entries[path.relative_to(folder).as_posix()] = _caption_beside(path)
-    found = len(entries)
-    for metadata in sorted(folder.rglob(METADATA)):
-        entries |= _read_metadata(metadata, folder, set(entries))
-    if not found:
-        raise UserError(f"data.path = {folder} holds no file ending in {', '.join(sorted(suffixes))}")
-    if all(caption is None for caption, _ in entries.values()):
-        raise UserError(f"data.path = {folder}: no file has a caption; write NAME.txt beside each file, or {METADATA}")
-    names = sorted(entries)
-    captions = [entries[name][0] for name in names]
-    parts = [part for name in names for part in (name, str(_size(folder / name)), entries[name][0] or "")]
-    return CaptionedFiles(
-        folder,
-        pa.array(names, pa.large_string()),
-        pa.array(captions, pa.large_string()),
-        pa.array([entries[name][1] for name in names], pa.large_string()),
-        fingerprint_of(["files", *parts]),
-    )
-
-
-class ImageFolder:
+class ImageFolder(CaptionedFolder):
     """One record for each picture of a folder and of the folders in it."""
 
     def __init__(self, folder: Path, size: Size) -> None:
+        super().__init__(folder, IMAGE_SUFFIXES)
         self.size = size
-        self.files = captioned_files(folder, IMAGE_SUFFIXES)
-        self.captions = self.files.captions
-        self.fingerprint = self.files.fingerprint
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def read(self, index: int, epoch: int) -> Sample:
-        """image and caption. Raises BadRecord."""
-        path, caption = self.files.record(index)
+    def read_file(self, path: Path) -> Sample:
+        """image. Raises BadRecord."""
         try:
             with path.open("rb") as file:
-                return Sample(image=read_image(file, self.size, str(path)), caption=caption)
+                return Sample(image=read_image(file, self.size, str(path)))
         except OSError as error:
             raise BadRecord(str(path), str(error)) from error
 
     def blank(self) -> Sample:
+        """A black image without a caption."""
         return Sample(image=blank_image(self.size), caption="")
 
 

@@ -4,9 +4,13 @@ The only state is a position: a loader made with the position of a step yields w
 there, for any number of workers and data ranks.
 """
 
+import multiprocessing
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,19 +152,19 @@ class Loader:
     def _read_ahead(self) -> Iterator[Batch]:
         # Forked workers would warn about tokenizers' own threads, which are of no use to them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        return iter(
-            DataLoader(
-                self._dataset,
-                sampler=_Positions(self),
-                batch_size=None,
-                collate_fn=_as_it_is,
-                num_workers=self.workers,
-                prefetch_factor=self.prefetch * self.accumulation if self.workers else None,
-                pin_memory=self.pin_memory,
-                worker_init_fn=_start_worker,
-                generator=torch.Generator(),  # else the loader would draw from the run's own generator
-            )
+        loader = DataLoader(
+            self._dataset,
+            sampler=_Positions(self),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self.workers,
+            prefetch_factor=self.prefetch * self.accumulation if self.workers else None,
+            pin_memory=self.pin_memory,
+            worker_init_fn=_start_worker,
+            generator=torch.Generator(),  # else the loader would draw from the run's own generator
         )
+        with _signals_held_back():
+            return iter(loader)
 
 
 class _Positions:
@@ -180,11 +184,34 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+# A signal to every process of a job asks the run to finish its step, for which the workers are needed.
+_NOT_FOR_WORKERS = {signal.SIGINT, signal.SIGUSR1} | ({signal.SIGTERM} if sys.platform == "linux" else set())
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Processes and threads that start inside never get the signals that are not for workers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(_: int) -> None:
     torch.set_num_threads(1)
-    # A signal to the whole process group asks the run to finish its step, for which the workers are needed.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)  # where workers are not forked, it is not inherited
+    if signal.SIGTERM in _NOT_FOR_WORKERS:
+        threading.Thread(target=_end_when_the_parent_says_so, daemon=True).start()
+
+
+def _end_when_the_parent_says_so() -> None:
+    """torch and Python end workers that hang, and those of a process that ends, by SIGTERM."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)
 
 
 def _next(micro_batches: Iterator[Batch]) -> Batch:

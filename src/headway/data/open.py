@@ -42,12 +42,16 @@ def open_sources(
         validation_fraction=data.validation_fraction,
         seed=seed,
     )
-    validation = [_part(data, records, held, seed)] if len(held) else []
+    validation = []
+    if len(held):
+        remedy = "this is what is held out for validation: raise data.validation_fraction"
+        validation.append(_part(data, records, held, seed, remedy))
     if data.validation_path is not None:
         apart = _open_records(data, data.validation_path, "data.validation_path", cache, tokenizer)
-        validation.append(_part(data, apart, np.arange(len(apart)), seed))
+        remedy = "this is the text of data.validation_path"
+        validation.append(_part(data, apart, np.arange(len(apart)), seed, remedy))
     joined = Joined(tuple(validation)) if len(validation) > 1 else validation[0] if validation else None
-    return _part(data, records, training, seed), joined
+    return _part(data, records, training, seed, "this is what is left of data.path for training"), joined
 
 
 def _open_records(
@@ -82,9 +86,13 @@ def _open_documents(data: DataRecipe, path: Path, key: str, cache: Path, tokeniz
     return open_token_store(files, documents, data.text_column, tokenizer, cache)
 
 
-def _part(data: DataRecipe, records: Source | TokenStore, indices: np.ndarray, seed: int) -> Source:
+def _part(data: DataRecipe, records: Source | TokenStore, indices: np.ndarray, seed: int, remedy: str) -> Source:
+    """The records at ``indices`` as samples; ``remedy`` ends the error where they are too few to make one."""
     if not isinstance(records, TokenStore):
         return Selection(records, indices)
-    if data.packing:
+    if not data.packing:
+        return SeparateText(records, indices, data.sequence_length)
+    try:
         return PackedText(records, indices, data.sequence_length, seed, data.shuffle)
-    return SeparateText(records, indices, data.sequence_length)
+    except UserError as error:
+        raise UserError(f"{error} ({remedy})") from None

@@ -51,6 +51,7 @@ class OpenMoji:
         return Sample(image=image.clone(), caption=self.captions[index].as_py())
 
     def blank(self) -> Sample:
+        """A black image without a caption."""
         return Sample(image=blank_image(self.size), caption="")
 
 

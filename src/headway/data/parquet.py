@@ -71,6 +71,7 @@ class ParquetImages:
         return Sample(image=read_image(data, self.size, record), caption=caption)
 
     def blank(self) -> Sample:
+        """A black image without a caption."""
         return Sample(image=blank_image(self.size), caption="")
 
 

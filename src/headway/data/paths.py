@@ -2,6 +2,7 @@
 
 import difflib
 import glob
+import os
 import re
 from itertools import product
 from pathlib import Path
@@ -12,9 +13,9 @@ from headway.errors import UserError
 def existing_folder(path: Path, key: str) -> Path:
     """``path``, when it is a folder. Raises UserError with what is spelled nearly the same when it is not there."""
     if path.is_dir():
-        return path
+        return _readable(path, key)
     if path.exists():
-        raise UserError(f"{key} = {path} is a file, and this data.kind reads a folder")
+        raise UserError(f"{key} = {path} is a file; name a folder")
     raise UserError(f"{key} = {path} does not exist{near_paths(path)}")
 
 
@@ -22,20 +23,24 @@ def existing_files(path: Path, key: str, suffix: str) -> list[Path]:
     """The files that ``path`` stands for: itself, a folder's and its folders' files ending in ``suffix``, or those that
     fit a pattern (``*``, ``?``, ``[ab]``, ``{a,b}``, ``{000..007}``). Ordered by name.
 
-    Raises UserError when there are none, or when one that a range or list spells out is missing.
+    Raises UserError when there are none, and when one can't be read or, spelled out by a range or list, is missing.
     """
     if path.is_dir():
         files = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file())
         if not files:
             raise UserError(f"{key} = {path} holds no file ending in {suffix}")
-        return files
+        return [_readable(file, key) for file in files]
     files = []
     for name in [str(path)] if path.exists() else expand_braces(str(path)):
-        matches = [Path(name)] if Path(name).is_file() else [Path(match) for match in glob.glob(name, recursive=True)]
+        matches = (
+            [Path(name)]
+            if Path(name).is_file()
+            else [Path(match) for match in glob.glob(name, recursive=True) if os.path.isfile(match)]
+        )
         if not matches:
             raise UserError(f"{key} = {path}: {name} does not exist{near_paths(Path(name))}")
         files.extend(matches)
-    return sorted(set(files))
+    return sorted({_readable(file, key) for file in files})
 
 
 def expand_braces(text: str) -> list[str]:
@@ -53,6 +58,12 @@ def near_paths(path: Path) -> str:
         return f" (the part that does is {existing})"
     near = difflib.get_close_matches(path.name, sorted(entry.name for entry in parent.iterdir()), n=3, cutoff=0.4)
     return f"; near ones: {', '.join(str(parent / name) for name in near)}" if near else ""
+
+
+def _readable(path: Path, key: str) -> Path:
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{key}: this user may not read {path}")
+    return path
 
 
 def _alternatives(inside: str) -> list[str]:

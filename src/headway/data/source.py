@@ -48,10 +48,12 @@ class Selection:
 
     @property
     def fingerprint(self) -> str:
+        """Changes with the source, the choice and its order."""
         return fingerprint_of([self.source.fingerprint, self.indices.astype("<i8").tobytes()])
 
     @property
     def captions(self) -> pa.LargeStringArray | None:
+        """The chosen records'."""
         captions = self.source.captions
         return None if captions is None else captions.take(pa.array(self.indices))
 
@@ -59,9 +61,11 @@ class Selection:
         return len(self.indices)
 
     def read(self, index: int, epoch: int) -> Sample:
+        """The ``index``-th chosen record. Raises BadRecord."""
         return self.source.read(int(self.indices[index]), epoch)
 
     def blank(self) -> Sample:
+        """The source's."""
         return self.source.blank()
 
 
@@ -73,10 +77,12 @@ class Joined:
 
     @property
     def fingerprint(self) -> str:
+        """Changes with any source, and their order."""
         return fingerprint_of([source.fingerprint for source in self.sources])
 
     @property
     def captions(self) -> pa.LargeStringArray | None:
+        """All sources', one after the other; None when one has none."""
         captions = [source.captions for source in self.sources]
         return None if any(part is None for part in captions) else pa.concat_arrays(captions)
 
@@ -84,6 +90,7 @@ class Joined:
         return sum(len(source) for source in self.sources)
 
     def read(self, index: int, epoch: int) -> Sample:
+        """Record ``index``, counted over all sources. Raises BadRecord."""
         for source in self.sources:
             if index < len(source):
                 return source.read(index, epoch)
@@ -91,6 +98,7 @@ class Joined:
         raise IndexError(index)
 
     def blank(self) -> Sample:
+        """The first source's: all are of one kind."""
         return self.sources[0].blank()
 
 

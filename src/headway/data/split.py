@@ -41,7 +41,10 @@ def split_records(
         held = np.concatenate([held, kept[drawn[:count]]])
         kept = kept[drawn[count:]]
     if not len(kept):
-        raise UserError(f"no record is left to train on: {size} in data.path, {len(held)} of them held out")
+        raise UserError(
+            f"no record is left to train on: {size} in data.path, {len(held)} of them held out; name fewer captions in "
+            "data.hold_out, or lower data.validation_fraction"
+        )
     return np.sort(kept), np.sort(held)
 
 

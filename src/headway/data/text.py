@@ -23,6 +23,7 @@ class PackedText:
     ``documents``: int64, which of the store's documents take part. L is ``sequence_length``; the L + 1 tokens give L
     inputs and, one later, their labels. The last tokens of an epoch that fill no sample are left out.
     A corrupt document has no tokens; the sample in which it would stand names it in ``skipped``.
+    Raises UserError when the documents fill no sample.
     """
 
     captions = None
@@ -71,6 +72,7 @@ class PackedText:
         )
 
     def blank(self) -> Sample:
+        """L + 1 tokens of padding, as one document."""
         tokens = torch.full((self.sequence_length + 1,), self.store.padding, dtype=torch.int64)
         return Sample(tokens=tokens, document_starts=torch.zeros(1, dtype=torch.int64))
 
@@ -121,6 +123,7 @@ class SeparateText:
         return Sample(tokens=torch.from_numpy(tokens), document_starts=torch.zeros(1, dtype=torch.int64))
 
     def blank(self) -> Sample:
+        """Two tokens of padding."""
         tokens = torch.full((2,), self.store.padding, dtype=torch.int64)
         return Sample(tokens=tokens, document_starts=torch.zeros(1, dtype=torch.int64))
 

@@ -45,6 +45,7 @@ class TokenStore:
 
     @cached_property
     def offsets(self) -> np.ndarray:
+        """int64 (N + 1,): where each document's tokens begin, and where the last one's end."""
         return np.asarray(np.load(self.folder / "offsets.npy", mmap_mode="r"))
 
     @cached_property

@@ -13,6 +13,7 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from headway.data.paths import existing_folder
 from headway.data.source import fingerprint_of
 from headway.errors import UserError
 
@@ -48,10 +49,12 @@ class ByteTokenizer:
     fingerprint = fingerprint_of(["bytes", "257"])
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The bytes of each text."""
         # Half of a surrogate pair, which JSON can spell and UTF-8 cannot, becomes a question mark.
         return [list(text.encode(errors="replace")) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of bytes; what is no UTF-8 becomes U+FFFD."""
         return bytes(id for id in ids if id < 256).decode(errors="replace")
 
 
@@ -59,10 +62,12 @@ class FolderTokenizer:
     """A transformers tokenizer from a local folder; ``tokenizer`` is the library's object."""
 
     def __init__(self, folder: Path) -> None:
+        existing_folder(folder, "model.tokenizer")  # else transformers would take it for a name on its hub
         try:
             loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"model.tokenizer: {folder} holds no tokenizer transformers can load ({error})") from error
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"model.tokenizer: {folder} holds no tokenizer transformers can load ({reason})") from error
         if loaded.eos_token_id is None:
             raise UserError(f"model.tokenizer: {folder} names no eos_token, which ends each document")
         self.tokenizer: PreTrainedTokenizerBase = loaded
@@ -76,10 +81,12 @@ class FolderTokenizer:
         self.fingerprint = fingerprint_of([kind, str(vocabulary), str(self.end_of_document)])
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without special tokens."""
         ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens left out."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 

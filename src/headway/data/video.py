@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from headway.data.folders import captioned_files
+from headway.data.folders import CaptionedFolder
 from headway.data.images import Size
 from headway.data.sample import BadRecord, Sample
 from headway.errors import UserError
@@ -16,7 +16,7 @@ from headway.errors import UserError
 VIDEO_SUFFIXES = frozenset({".mp4", ".mkv", ".webm"})
 
 
-class VideoFolder:
+class VideoFolder(CaptionedFolder):
     """One record for each clip: its first ``frames`` frames, every ``stride``-th."""
 
     def __init__(self, folder: Path, size: Size, frames: int, stride: int) -> None:
@@ -24,22 +24,17 @@ class VideoFolder:
             import_module("av")
         except ImportError as error:
             raise UserError("data.kind = \"video_folder\" needs av: pip install 'headway[video]'") from error
+        super().__init__(folder, VIDEO_SUFFIXES)
         self.size = size
         self.frames = frames
         self.stride = stride
-        self.files = captioned_files(folder, VIDEO_SUFFIXES)
-        self.captions = self.files.captions
-        self.fingerprint = self.files.fingerprint
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def read(self, index: int, epoch: int) -> Sample:
-        """video and caption. Raises BadRecord, also when the clip is too short."""
-        path, caption = self.files.record(index)
-        return Sample(video=read_video(path, self.size, self.frames, self.stride), caption=caption)
+    def read_file(self, path: Path) -> Sample:
+        """video. Raises BadRecord, also when the clip is too short."""
+        return Sample(video=read_video(path, self.size, self.frames, self.stride))
 
     def blank(self) -> Sample:
+        """A black video without a caption."""
         return Sample(video=torch.zeros(3, self.frames, *self.size, dtype=torch.uint8), caption="")
 
 

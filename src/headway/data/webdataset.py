@@ -76,6 +76,7 @@ class WebDataset:
         return Sample(image=read_image(data, self.size, record), caption=entry["caption"])
 
     def blank(self) -> Sample:
+        """A black image without a caption."""
         return Sample(image=blank_image(self.size), caption="")
 
 
