@@ -28,6 +28,7 @@ from headway.train import newest_good, read_full, read_metrics, read_tokenizers
 from headway.train.checkpoint_reading import CheckpointReader
 from headway.train.objectives.vision_language import INPUTS, VisionLanguageCollate, open_processor
 from runs import events, losses, run_to_end
+from tiny_models import aligned
 from tiny_recipes import image_folder, text_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -288,12 +289,6 @@ def trained(recipe: Recipe) -> BuiltModel:
             assert not torch.equal(merged, weight)
             weight.data = merged
     return built
-
-
-def aligned(module: torch.nn.Module) -> None:
-    """Move weights that lie anywhere in a mapped file: the last bit of a product depends on its operands' alignment."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.clone()
 
 
 @pytest.mark.parametrize("name", DIFFUSION)

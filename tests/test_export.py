@@ -1,5 +1,6 @@
 """What was trained loads with the library alone and answers the same to the bit."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -7,23 +8,28 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from headway.errors import UserError
-from headway.export import export_weights
+from headway.export import check_destination, export_weights
 from headway.models import BuiltModel, build_model
 from headway.recipe import (
     DataRecipe,
     FlowMatchingRecipe,
+    LatentRecipe,
     LoraRecipe,
     ModelRecipe,
     NextTokenRecipe,
     PrecisionRecipe,
     Recipe,
     RunRecipe,
+    TextEncoderRecipe,
 )
-from tiny_models import DIFFUSION, LANGUAGE, VISION_LANGUAGE, word_tokenizer
+from ranks import run_ranks
+from tiny_models import DIFFUSION, LANGUAGE, VISION_LANGUAGE, aligned, word_tokenizer
+from tiny_weights import sd3_folder
 
 CPU = torch.device("cpu")
 CAPTIONS = ["a red heart", "blue square on moon"]
@@ -50,6 +56,7 @@ def trained(recipe: Recipe) -> BuiltModel:
     for parameter in built.module.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    aligned(built.module)
     return built
 
 
@@ -64,7 +71,11 @@ def load_pipeline(recipe: Recipe, state: dict[str, torch.Tensor], folder: Path, 
     """Export, and run the line of Python that export says loads it."""
     line = export_weights(recipe, state, folder, tokenizers=tokenizers_of(recipe.model), **options)
     assert line.startswith(f"DiffusionPipeline.from_pretrained({str(folder)!r}")
-    return eval(line, {"DiffusionPipeline": DiffusionPipeline, "torch": torch})
+    pipeline = eval(line, {"DiffusionPipeline": DiffusionPipeline, "torch": torch})
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            aligned(part)
+    return pipeline
 
 
 def encoded_by(pipeline: Any) -> list[tuple[Any, Any]]:
@@ -124,7 +135,7 @@ def test_a_transformers_folder_gives_the_same_logits(name: str, tmp_path: Path) 
     recipe = recipe_of(LANGUAGE[name])
     built = trained(recipe)
     export_weights(recipe, built.module.state_dict(), tmp_path / "out", tokenizers={"tokenizer": word_tokenizer()})
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = aligned(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ids).logits, built.module(input_ids=ids).logits)
@@ -137,7 +148,7 @@ def test_a_vision_language_folder_gives_the_same_logits(name: str, tmp_path: Pat
     recipe = recipe_of(VISION_LANGUAGE[name])
     built = trained(recipe)
     export_weights(recipe, built.module.state_dict(), tmp_path / "out")
-    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    loaded = aligned(AutoModelForImageTextToText.from_pretrained(tmp_path / "out"))
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ids).logits, built.module(input_ids=ids).logits)
@@ -166,6 +177,39 @@ def test_weights_are_written_in_the_dtype_asked_for(tmp_path: Path) -> None:
     assert all(torch.equal(t, expected[n]) for n, t in loaded.state_dict().items())
 
 
+@pytest.mark.parametrize(("stored", "compute"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_frozen_parts_leave_as_they_came_whatever_they_were_computed_in(
+    stored: str, compute: Any, tmp_path: Path
+) -> None:
+    """A VAE and text encoders in float32 must not come back rounded, nor bfloat16 ones twice their size."""
+    source = sd3_folder(tmp_path / "source")
+    pipeline = DiffusionPipeline.from_pretrained(source, dtype=getattr(torch, stored))
+    for part in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
+        for parameter in part.parameters():
+            parameter.data += 0.01 * torch.randn_like(parameter)
+    pipeline.save_pretrained(source)
+    encoders = {
+        name: TextEncoderRecipe(class_name=type(getattr(pipeline, name)).__name__, path=source, subfolder=name)
+        for name in ("text_encoder", "text_encoder_2", "text_encoder_3")
+    }
+    model = ModelRecipe(
+        class_name="SD3Transformer2DModel",
+        path=source,
+        subfolder="transformer",
+        text_encoders=encoders,
+        latents=LatentRecipe(vae_class="AutoencoderKL", path=source),
+    )
+    recipe = recipe_of(model).model_copy(update={"precision": PrecisionRecipe(compute=compute)})
+    export_weights(recipe, {}, tmp_path / "out")
+    for part in ("vae", *encoders):
+        files = sorted(file.name for file in (source / part).glob("*.safetensors"))
+        assert files
+        for file in files:
+            left, came = load_file(tmp_path / "out" / part / file), load_file(source / part / file)
+            assert left.keys() == came.keys()
+            assert all(t.dtype == getattr(torch, stored) and torch.equal(left[n], t) for n, t in came.items())
+
+
 def lora_run(folder: Path) -> tuple[Recipe, BuiltModel, dict[str, torch.Tensor]]:
     base = recipe_of(LANGUAGE["qwen3"])
     export_weights(base, {}, folder)
@@ -183,6 +227,7 @@ def test_adapters_of_a_language_model_are_exported(kind: Any, tmp_path: Path) ->
     if kind == "adapters":
         loaded = PeftModel.from_pretrained(loaded, str(tmp_path / "out"))
     ids = torch.arange(12)[None]
+    aligned(loaded)
     with torch.no_grad():
         theirs, mine = loaded(input_ids=ids).logits, built.module(input_ids=ids).logits
     if kind == "adapters":
@@ -217,8 +262,28 @@ def test_adapters_of_a_denoiser_are_loaded_by_its_pipeline(tmp_path: Path) -> No
 
 def test_an_existing_destination_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="exists already"):
-        export_weights(recipe_of(LANGUAGE["qwen3"]), {}, tmp_path / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("out", "link"):
+        with pytest.raises(UserError, match="exists already"):
+            export_weights(recipe_of(LANGUAGE["qwen3"]), {}, tmp_path / name)
+
+
+def test_a_destination_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/a/b can't be written: .*/file is no folder that this user may write to"):
+        check_destination(tmp_path / "file" / "a" / "b")
+
+
+def _exported_to_a_small_file(folder: Path) -> list[str]:
+    """What is left in ``folder`` when a file of the export does not fit on its disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    with pytest.raises(UserError, match=r"out can't be written: .*File too large"):
+        export_weights(recipe_of(LANGUAGE["qwen3"]), {}, folder / "out")
+    return [path.name for path in folder.iterdir()]
+
+
+def test_an_export_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert run_ranks(1, _exported_to_a_small_file, tmp_path) == [[]]
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:

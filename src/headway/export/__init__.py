@@ -1,5 +1,5 @@
 """Weights out of a run: folders that diffusers and transformers load alone."""
 
-from headway.export.write import export_weights
+from headway.export.write import check_destination, export_weights
 
-__all__ = ["export_weights"]
+__all__ = ["check_destination", "export_weights"]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
 from headway.export.bare import without_adapters
@@ -22,21 +23,31 @@ def write_pipeline(recipe: Recipe, built: BuiltModel, folder: Path) -> str:
     assert built.frozen is not None
     model: Any = built.module
     family = built.frozen.family
-    built.frozen.materialize(next(model.parameters()).device)
     parts: dict[str, Any] = {
         "transformer": without_adapters(model.transformer, recipe.model.lora),
         "scheduler": make_scheduler(recipe, built),
-        "vae": built.frozen.vae.module if built.frozen.vae else None,
+        "vae": _as_stored(built.frozen.vae) if built.frozen.vae else None,
     }
     for name in (*family.required_encoders, *family.optional_encoders):
         tokenizer = name.replace("text_encoder", "tokenizer")
         frozen = built.frozen.encoders.get(name)
-        parts[name] = frozen.module if frozen else dict(model.text_encoders).get(name)
+        parts[name] = _as_stored(frozen) if frozen else dict(model.text_encoders).get(name)
         parts[tokenizer] = built.frozen.caption_tokens.tokenizers.get(name)
         if parts[tokenizer] is not None:
             parts[tokenizer].model_max_length = built.frozen.caption_tokens.max_lengths[name]
     getattr(diffusers, family.pipeline_class)(**parts).save_pretrained(folder)
     return _loading_line(parts)
+
+
+def _as_stored(frozen: Any) -> Any:
+    """The module of a frozen component as its folder holds it, tensor by tensor, in whatever dtype it was computed."""
+    tensors = dict(frozen.module.named_parameters()) | dict(frozen.module.named_buffers())
+    for name, (_, source) in frozen.sources.items():
+        if name in tensors:
+            first_key = next(iter(source.keys.values()))[0]
+            tensors[name].data = tensors[name].data.to(frozen.folder.read(first_key).dtype)
+    frozen.fill(torch.device("cpu"))
+    return frozen.module
 
 
 def _loading_line(parts: dict[str, Any]) -> str:

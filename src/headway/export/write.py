@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -32,23 +33,37 @@ def export_weights(
 
     ``state`` holds whole CPU tensors by the trained module's names; what it lacks (frozen tensors) is read or
     initialised as it was for training. ``tokenizers``: for diffusion those made from the captions, by text encoder; for
-    language models under ``tokenizer``, when the recipe names no folder. ``dtype`` of the written weights (None: as
-    trained). ``lora``: adapters merged into the weights, or alone in the library's format for them. Raises UserError
-    when the destination exists and when the state does not fit the recipe's model.
+    language models under ``tokenizer``, when the recipe names no folder. ``dtype`` of the trained model's weights
+    (None: as trained; frozen text encoders and VAEs are written as they were read). ``lora``: adapters merged into the
+    weights, or alone in the library's format for them. Raises UserError when the destination exists or can't be
+    written, and when the state does not fit the recipe's model.
     """
-    if destination.exists():
-        raise UserError(f"{destination} exists already: export to another folder, or remove it")
+    check_destination(destination)
     built = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=tokenizers)
     _fill(built, state)
     if dtype is not None:
         built.module.to(dtype)
     partial = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     adapters = lora == "adapters" and recipe.model.lora is not None
-    line = _write(recipe, built, partial, tokenizers or {}, adapters)
-    os.rename(partial, destination)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        line = _write(recipe, built, partial, tokenizers or {}, adapters)
+        os.rename(partial, destination)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{destination} can't be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return line.replace("folder", repr(str(destination)), 1)
+
+
+def check_destination(destination: Path) -> None:
+    """Raise UserError when ``destination`` exists already, or its folder is none that this user may write to."""
+    if os.path.lexists(destination):
+        raise UserError(f"{destination} exists already: export to another folder, or remove it")
+    above = next(folder for folder in destination.absolute().parents if os.path.exists(folder))
+    if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"{destination} can't be written: {above} is no folder that this user may write to")
 
 
 def _fill(built: BuiltModel, state: Mapping[str, Tensor]) -> None:
