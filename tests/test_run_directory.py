@@ -2,18 +2,20 @@
 
 import json
 import os
+import resource
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.errors import UserError
+from headway.errors import RunFailed, UserError
 from headway.recipe import Recipe, load_recipe, parse_recipe
 from headway.train.json_lines import append_line, encode_line, read_lines
 from headway.train.run_directory import RunDirectory, differences, read_events, read_metrics
-from ranks import fork
+from ranks import fork, run_ranks
 
 
 def recipe(path: Path, **sections: dict) -> Recipe:
@@ -83,9 +85,47 @@ def test_a_torn_last_line_is_dropped_and_the_next_one_stands_alone(tmp_path, cut
 
 def test_damage_before_the_last_line_is_named_not_hidden(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a JSON line"):
-        read_metrics(file)
+    for damaged in ('{"st', "[]", "\0\0"):
+        file.write_text(f'{{"step": 0}}\n{damaged}\n{{"step": 2}}\n')
+        with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a line of JSON .*: mend or delete the line"):
+            read_metrics(file)
+
+
+def test_a_tail_of_zeros_that_a_power_cut_leaves_is_dropped(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.open(recipe(tmp_path))
+    log_steps(directory, range(2))
+    with directory.metrics_file.open("ab") as file:
+        file.write(bytes(4096))
+    directory.create()
+    log_steps(directory, range(2, 3))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("text", ["one\u2028line", "one\x85line", "a\x0bb", os.fsdecode(b"\xff.png")])
+def test_texts_that_look_like_line_breaks_and_names_that_are_no_text_are_read_back(tmp_path, text):
+    append_line(tmp_path / "events.jsonl", {"records": [text]})
+    append_line(tmp_path / "events.jsonl", {"records": []})
+    assert [event["records"] for event in read_events(tmp_path)] == [[text], []]
+
+
+def _append_up_to(path: str, bytes_allowed: int) -> int:
+    """Lines that were taken by a file which may not grow beyond a size; the line refused must leave no trace."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_allowed, bytes_allowed))
+    file = Path(path)
+    while bytes_allowed - (file.stat().st_size if file.exists() else 0) > 200:
+        append_line(file, {"step": len(read_lines(file)), "text": "x" * 100})
+    with pytest.raises(RunFailed, match=r"can't be written: File too large .* it goes on from the newest checkpoint"):
+        append_line(file, {"step": -1, "text": "x" * 200})
+    return len(read_lines(file))
+
+
+@pytest.mark.parametrize("bytes_allowed", [10_000, 10_001, 10_050])
+def test_a_line_that_does_not_fit_is_taken_back_whole(tmp_path, bytes_allowed):
+    file = tmp_path / "metrics.jsonl"
+    (taken,) = run_ranks(1, _append_up_to, str(file), bytes_allowed)
+    assert file.read_bytes().endswith(b"}\n")
+    assert [line["step"] for line in read_lines(file)] == list(range(taken))
 
 
 def _append_for_ever(path: str) -> None:
@@ -108,19 +148,22 @@ def test_a_writer_killed_at_any_moment_loses_at_most_its_last_line(tmp_path):
     assert len(lines) > 300
 
 
+def started(path: Path) -> RunDirectory:
+    """A run of ``recipe`` with a checkpoint."""
+    directory = RunDirectory(path)
+    directory.open(recipe(path))
+    (directory.checkpoints / "step-00000005").mkdir()
+    return directory
+
+
 def test_what_decides_the_computation_cannot_change_on_resume(tmp_path):
-    directory = RunDirectory(tmp_path)
-    directory.open(recipe(tmp_path))
-    log_steps(directory, range(5))
     other = recipe(tmp_path, run={"seed": 7, "steps": 20}, model={"config": {"num_layers": 3}})
     with pytest.raises(UserError) as caught:
-        directory.open(other, next_step=5)
+        started(tmp_path).check(other)
     message = str(caught.value)
     assert "run.seed: 0 -> 7" in message
     assert "model.config.num_layers: 2 -> 3" in message
     assert "run.steps" not in message
-    assert load_recipe(directory.recipe_file).run.seed == 0, "the stored recipe stays"
-    assert len(read_metrics(tmp_path)) == 5, "and so do the metrics"
 
 
 @pytest.mark.parametrize(
@@ -138,10 +181,8 @@ def test_what_decides_the_computation_cannot_change_on_resume(tmp_path):
     ],
 )
 def test_each_key_of_the_computation_is_held(tmp_path, section, values):
-    directory = RunDirectory(tmp_path)
-    directory.open(recipe(tmp_path))
     with pytest.raises(UserError, match=f"{section}.{next(iter(values))}"):
-        directory.open(recipe(tmp_path, **{section: values}), next_step=5)
+        started(tmp_path).check(recipe(tmp_path, **{section: values}))
 
 
 def test_length_speed_and_places_may_change_and_are_recorded(tmp_path):
@@ -177,15 +218,31 @@ def test_length_speed_and_places_may_change_and_are_recorded(tmp_path):
 def test_a_run_without_a_checkpoint_may_start_over_with_any_recipe(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.open(recipe(tmp_path))
+    directory.check(recipe(tmp_path, run={"seed": 3}))
     assert [change.key for change in directory.open(recipe(tmp_path, run={"seed": 3}))] == ["run.seed"]
 
 
 def test_starting_over_on_top_of_checkpoints_is_refused(tmp_path):
-    directory = RunDirectory(tmp_path)
-    directory.open(recipe(tmp_path))
-    (directory.checkpoints / "step-00000005").mkdir()
     with pytest.raises(UserError, match=r"holds checkpoints .* checkpoint\.resume = true"):
-        directory.open(recipe(tmp_path, checkpoint={"resume": False}))
+        started(tmp_path).check(recipe(tmp_path, checkpoint={"resume": False}))
+
+
+def test_a_run_has_finished_when_nothing_was_started_since(tmp_path):
+    directory = RunDirectory(tmp_path)
+    assert directory.finished_at() is None
+    for kind, step, expected in (("started", 0, None), ("finished", 10, 10), ("sampled", 10, 10), ("resumed", 8, None)):
+        directory.event(kind, step=step)
+        assert directory.finished_at() == expected
+
+
+def test_a_run_resumed_after_its_last_step_validates_anew(tmp_path):
+    directory = started(tmp_path)
+    log_steps(directory, range(10))
+    append_line(directory.metrics_file, {"step": 10, "validation_loss": 1.0})
+    directory.open(recipe(tmp_path, run={"steps": 20}), next_step=10)
+    assert "validation_loss" in read_metrics(tmp_path)[-1]
+    directory.open(recipe(tmp_path), next_step=10)
+    assert read_metrics(tmp_path)[-1]["step"] == 9
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -210,6 +267,30 @@ def test_a_directory_that_cannot_be_made_is_the_users_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run\.directory = .*file/run: cannot be created"):
         RunDirectory(tmp_path / "file" / "run").create()
+
+
+def _created_by_nobody(path: str) -> str:
+    root = os.getuid() == 0
+    if root:
+        os.setresuid(65534, 65534, 0)
+    with pytest.raises(UserError) as refused:
+        RunDirectory(Path(path)).create()
+    if root:
+        os.setresuid(0, 0, 0)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("forbidden", [".", "checkpoints", "metrics.jsonl"])
+def test_a_directory_that_this_user_may_not_write_is_the_users_error(forbidden):
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder)
+        RunDirectory(run).open(recipe(run))
+        append_line(run / "metrics.jsonl", {"step": 0})
+        for path in (run, *run.iterdir()):
+            path.chmod(0o777)
+        (run / forbidden).chmod(0o555)
+        message = run_ranks(1, _created_by_nobody, folder)[0]
+        assert message == f"run.directory = {run}: this user may not read and write {run / forbidden}"
 
 
 JSON = st.recursive(

@@ -1,11 +1,18 @@
-"""JSON lines that survive a killed writer: one object a line, appended whole, a torn last line ignored and repaired."""
+"""JSON lines that survive a killed writer and a full disk: one object a line, appended whole or not at all."""
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from headway.errors import RunFailed, UserError
+
+_appending = threading.Lock()
 
 
 def encode_line(fields: Mapping[str, Any]) -> str:
@@ -34,52 +41,93 @@ def _finite(value: Any, key: str, non_finite: dict[str, str]) -> Any:
 
 
 def append_line(path: Path, fields: Mapping[str, Any]) -> None:
-    """Append one line with one write, so that a killed process tears at most the last line."""
-    line = encode_line(fields).encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, line)
-    finally:
-        os.close(descriptor)
+    """Append one line, as a rule with one write, so that a killed process tears at most the last line.
+
+    Raises RunFailed when the disk does not take it; what was written of it is taken back. Threads may append at once.
+    """
+    with writing(path), _appending:
+        # A file name that is no UTF-8 becomes an escape of JSON's own.
+        rest = encode_line(fields).encode(errors="backslashreplace")
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            end = os.fstat(descriptor).st_size
+            try:
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            except OSError:
+                os.ftruncate(descriptor, end)
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines of ``path`` (none when it does not exist). A torn last line is left out.
 
-    Raises ValueError naming the line when a line before the last is damaged.
+    Raises UserError when the file can't be read, and one naming the line when a line before the last is damaged.
     """
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8", errors="replace")
-    whole = text[: text.rfind("\n") + 1]
-    return [_decode(path, number, line) for number, line in enumerate(whole.splitlines(), 1) if line.strip()]
+    try:
+        text = path.read_bytes().decode(errors="replace")
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
+    # Not splitlines: texts may hold line breaks of Unicode, which JSON leaves as they are.
+    whole = text.split("\n")[:-1]
+    return [_decode(path, number, line) for number, line in enumerate(whole, 1) if line.strip()]
 
 
 def _decode(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{number}: not a JSON line: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path}:{number}: a JSON object was expected")
+        if not isinstance(fields, dict):
+            raise ValueError("an object was expected")
+    except ValueError as error:
+        raise UserError(f"{path}:{number}: not a line of JSON ({error}): mend or delete the line") from None
     return fields
 
 
-def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Drop the lines that ``keep`` refuses and a torn last line, by an atomic rename; returns how many it refused."""
+def drop_torn_line(path: Path) -> None:
+    """Cut off what stands after the last line break. Needs no room on the disk. Raises RunFailed."""
     if not path.exists():
-        return 0
+        return
+    with writing(path):
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(path, whole)
+
+
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop the lines that ``keep`` refuses, by an atomic rename. Raises RunFailed."""
     lines = read_lines(path)
     kept = [line for line in lines if keep(line)]
-    replace_text(path, "".join(encode_line(line) for line in kept))
-    return len(lines) - len(kept)
+    if len(kept) < len(lines):
+        replace_text(path, "".join(encode_line(line) for line in kept))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` beside ``path``, flush it to disk and rename it: a reader sees the old or the new whole."""
+    """Write ``text`` beside ``path``, flush it to disk and rename it: a reader sees the old or the new whole.
+
+    Raises RunFailed, leaving the old.
+    """
     beside = path.with_name(path.name + ".new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    with writing(path):
+        with beside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the system's error inside into RunFailed: what can't be written, what is missing, how to go on."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
+        raise RunFailed(
+            f"{path} can't be written: {error.strerror or error} ({free:,} bytes are free there). Mend that and start "
+            "the run again: it goes on from the newest checkpoint"
+        ) from error

@@ -1,5 +1,6 @@
 """The run directory: what a run leaves behind, and what a resumed run may find there."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -8,7 +9,7 @@ from typing import Any
 
 from headway.errors import UserError
 from headway.recipe import Recipe, load_recipe, to_toml
-from headway.train.json_lines import append_line, keep_lines, read_lines, replace_text
+from headway.train.json_lines import append_line, drop_torn_line, keep_lines, read_lines, replace_text
 
 MAY_CHANGE = (
     "run.steps",
@@ -76,16 +77,20 @@ class RunDirectory:
         self.tensorboard = path / "tensorboard"
 
     def create(self) -> None:
-        """Make the folders, and repair what a killed writer tore. Raises UserError when they cannot be made."""
+        """Make the folders, and repair what a killed writer tore. Raises UserError where that is not allowed."""
         if self.rank != 0:
             return
+        folders, files = (self.path, self.checkpoints, self.samples), (self.metrics_file, self.events_file)
         try:
-            for folder in (self.path, self.checkpoints, self.samples):
+            for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"run.directory = {self.path}: cannot be created: {error.strerror}") from None
-        for file in (self.metrics_file, self.events_file):
-            keep_lines(file, lambda line: True)
+        for path in (*folders, *files):
+            if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+                raise UserError(f"run.directory = {self.path}: this user may not read and write {path}")
+        for file in files:
+            drop_torn_line(file)
 
     def check(self, recipe: Recipe) -> None:
         """Raise UserError, on every rank, when ``recipe`` would bury checkpoints here or give them another meaning."""
@@ -96,24 +101,25 @@ class RunDirectory:
                 f"{self.path} holds checkpoints of an earlier run, and checkpoint.resume = false would start over on "
                 "top of them: set another run.directory, or checkpoint.resume = true to go on"
             )
-        if self.recipe_file.exists():
-            self._refuse_another_computation(differences(load_recipe(self.recipe_file), recipe))
+        refused = [change for change in self._changes(recipe) if not _may_change(change.key)]
+        if refused:
+            lines = "\n".join(f"  {change}" for change in refused)
+            raise UserError(
+                f"{self.path} holds a run of another recipe; these keys decide what its checkpoint means and cannot "
+                f"change on resume:\n{lines}\nput the old values back, or set another run.directory"
+            )
 
     def open(self, recipe: Recipe, next_step: int = 0) -> list[Change]:
-        """Make the directory ready for a run that goes on with step ``next_step`` (0: from the start).
+        """Make the directory, which ``check`` has passed, ready to go on with step ``next_step`` (0: from the start).
 
         Lines of ``metrics.jsonl`` of steps that will run again are cut off, and ``recipe.toml`` becomes ``recipe``.
-        Returns (and records as an event) the keys that differ from the stored recipe. Raises what ``check`` raises.
+        Returns (and records as an event) the keys that differ from the stored recipe.
         """
         if self.rank != 0:
             return []
         self.create()
-        self.check(recipe)
-        stored = load_recipe(self.recipe_file) if self.recipe_file.exists() else None
-        changes = differences(stored, recipe) if stored is not None else []
-        if next_step > 0:
-            self._refuse_another_computation(changes)
-        keep_lines(self.metrics_file, lambda line: _stays(line, next_step))
+        changes = self._changes(recipe)
+        keep_lines(self.metrics_file, lambda line: _stays(line, next_step, recipe.run.steps))
         replace_text(self.recipe_file, to_toml(recipe))
         if changes:
             shown = [{"key": change.key, "old": change.old, "new": change.new} for change in changes]
@@ -121,20 +127,23 @@ class RunDirectory:
             self.event("recipe_changed", step=next_step, changes=shown, message=message)
         return changes
 
+    def finished_at(self) -> int | None:
+        """Steps after which the run came to its end; None while it has not, or was started anew since."""
+        turns = [event for event in read_events(self.path) if event["kind"] in ("started", "resumed", "finished")]
+        return turns[-1]["step"] if turns and turns[-1]["kind"] == "finished" else None
+
+    def newest_samples(self) -> Path | None:
+        """The grid of the samples that were drawn last."""
+        return max(self.samples.glob("step-*.png"), default=None)
+
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to ``events.jsonl``: when (UTC), what (``kind``), and ``fields``. On disk when it returns."""
         if self.rank == 0:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             append_line(self.events_file, {"time": now, "kind": kind, **fields})
 
-    def _refuse_another_computation(self, changes: list[Change]) -> None:
-        refused = [change for change in changes if not _may_change(change.key)]
-        if refused:
-            lines = "\n".join(f"  {change}" for change in refused)
-            raise UserError(
-                f"{self.path} holds a run of another recipe; these keys decide what its checkpoint means and cannot "
-                f"change on resume:\n{lines}\nput the old values back, or set another run.directory"
-            )
+    def _changes(self, recipe: Recipe) -> list[Change]:
+        return differences(load_recipe(self.recipe_file), recipe) if self.recipe_file.exists() else []
 
 
 def differences(old: Recipe, new: Recipe) -> list[Change]:
@@ -154,9 +163,10 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return read_lines(path / "events.jsonl" if path.is_dir() else path)
 
 
-def _stays(line: dict[str, Any], next_step: int) -> bool:
-    # A validation's step counts the steps done: the one at next_step judges the very weights that are resumed.
-    return line["step"] < next_step or (line["step"] == next_step > 0 and "validation_loss" in line)
+def _stays(line: dict[str, Any], next_step: int, steps: int) -> bool:
+    # A validation's step counts the steps done: the one at next_step judges the very weights that are resumed. After
+    # the last step there is nothing but the validation to do again.
+    return line["step"] < next_step or (line["step"] == next_step and 0 < next_step < steps and "loss" not in line)
 
 
 def _may_change(key: str) -> bool:
