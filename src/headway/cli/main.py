@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import headway
+from headway.cli.check import check
 from headway.cli.export import export
 from headway.cli.quiet import quieten_libraries
 from headway.cli.recipe_show import recipe_app
@@ -23,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(train)
+app.command()(check)
 app.command()(export)
 app.add_typer(recipe_app, name="recipe")
 

@@ -1,0 +1,183 @@
+"""From a recipe to a verdict on each of its layouts."""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.check.examination import Differences, Findings, examine, go_on_from_each
+from headway.check.layouts import Layout, auto_layouts, make_layout
+from headway.check.ranks import RanksFailed, run_on_ranks
+from headway.check.reference import Reference, compute_reference
+from headway.check.setting import Precision, recipe_of_layout, recipe_of_reference
+from headway.check.shrink import shrunk
+from headway.check.small_models import has_experts
+from headway.check.verdict import BOUNDS, ERRORS, LayoutResult, failed, judge, refused
+from headway.errors import RunFailed, UserError
+from headway.recipe import Recipe
+
+BFLOAT16_FACTOR = 2.0
+"""A layout in bfloat16 may be so many times as far from float32 as one device in bfloat16 is."""
+BFLOAT16_FLOOR = 2.0**-10
+"""But a quarter of a unit in the last place of bfloat16 it may: the errors of a loss may cancel by luck."""
+ONE_DEVICE = make_layout()
+OnLayout = Callable[[int, int, Layout, str, float], None]
+"""(number, of how many, layout, how it went so far, seconds), after each layout has run."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The whole check."""
+
+    recipe: Recipe
+    """As it was checked: shrunk or not."""
+    shrunk: bool
+    precision: Precision
+    reference: Reference
+    bounds: dict[str, float]
+    layouts: list[LayoutResult]
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether no layout is wrong or failed."""
+        return not any(result.passed is False for result in self.layouts)
+
+    def as_json(self) -> dict[str, Any]:
+        """The result of ``headway check``."""
+        return {
+            "model": self.recipe.model.class_name,
+            "shrunk": self.shrunk,
+            "precision": self.precision,
+            "global_batch": self.recipe.run.global_batch,
+            "reference": {
+                "losses": self.reference.losses,
+                "grad_norms": self.reference.grad_norms,
+                "trained_parameters": len(self.reference.parameters),
+                "frozen_parameters": self.reference.frozen_parameters,
+            },
+            "bounds": self.bounds,
+            "layouts": [result.as_json() for result in self.layouts],
+            "holds": self.holds,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def check_recipe(
+    recipe: Recipe,
+    layouts: list[Layout] | None = None,
+    *,
+    shrink: bool = False,
+    precision: Precision = "float32",
+    timeout_s: float = 300.0,
+    on_layout: OnLayout = lambda *_: None,
+) -> CheckResult:
+    """Compare ``layouts`` of ``recipe`` (None: one of each kind and the main products) with one device.
+
+    Runs on CPU in processes of its own; ``timeout_s`` is for each layout. Raises UserError for a recipe that is wrong
+    on one device too, RunFailed when it can't be run there. Must be called from a process without a process group.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="headway-check-") as folder:
+        checked = shrunk(recipe, Path(folder, "shrunk")) if shrink else recipe
+        if layouts is None:
+            language = checked.objective.kind != "flow_matching"
+            layouts = auto_layouts(language=language, experts=has_experts(checked.model))
+        check = Check(checked, precision, Path(folder), timeout_s)
+        results = check.results(layouts, on_layout)
+    return CheckResult(
+        recipe=checked,
+        shrunk=shrink,
+        precision=precision,
+        reference=check.reference,
+        bounds=check.bounds,
+        layouts=results,
+        seconds=time.monotonic() - began,
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A layout that ran on its ranks."""
+
+    layout: Layout
+    findings: list[Findings]
+    seconds: float
+
+
+class Check:
+    """The reference and one device; then layouts; last, one device goes on from the checkpoint of each."""
+
+    def __init__(self, recipe: Recipe, precision: Precision, folder: Path, timeout_s: float) -> None:
+        self.recipe = recipe
+        self.precision = precision
+        self.folder = folder
+        self.timeout_s = timeout_s
+        # In bfloat16 one device sets the bounds, and has none itself.
+        self.bounds = BOUNDS if precision == "float32" else dict.fromkeys(ERRORS, math.inf)
+        try:
+            plain = recipe_of_reference(recipe, folder / "run")
+            (self.reference,) = self._on_ranks(1, compute_reference, plain, folder / "reference.safetensors")
+            self.one_device = self._run(ONE_DEVICE, "one-device", None)
+        except RanksFailed as failure:
+            raise RunFailed(f"the recipe does not run on one device: {failure}") from None
+
+    def results(self, layouts: list[Layout], on_layout: OnLayout = lambda *_: None) -> list[LayoutResult]:
+        """One result for one device, then one for each layout."""
+        runs: list[_Run | LayoutResult] = [self.one_device]
+        other = self.one_device.findings[0].checkpoint
+        for number, layout in enumerate(layouts, start=1):
+            outcome = self._tried(layout, f"layout-{number}", other)
+            runs.append(outcome)
+            told = "ran" if isinstance(outcome, _Run) else outcome.status
+            on_layout(number, len(layouts), layout, told, outcome.seconds)
+        elsewhere = self._go_on_from_each(runs)
+        results = []
+        for number, run in enumerate(runs):
+            result = self._judged(run, elsewhere.get(number, {})) if isinstance(run, _Run) else run
+            results.append(result)
+            if number == 0 and self.precision == "bfloat16":
+                self.bounds = {name: max(BFLOAT16_FLOOR, BFLOAT16_FACTOR * result.errors[name]) for name in ERRORS}
+        return results
+
+    def _tried(self, layout: Layout, name: str, other: Path | None) -> _Run | LayoutResult:
+        began = time.monotonic()
+        try:
+            return self._run(layout, name, other)
+        except UserError as refusal:
+            return refused(layout, str(refusal))
+        except RanksFailed as failure:
+            return failed(layout, str(failure), time.monotonic() - began)
+
+    def _run(self, layout: Layout, name: str, other: Path | None) -> _Run:
+        began = time.monotonic()
+        recipe = recipe_of_layout(self.recipe, layout, self.precision, self.folder / "run")
+        saved = self.folder / "saved" / name
+        findings = self._on_ranks(layout.ranks, examine, recipe, self.reference, saved, other)
+        return _Run(layout, findings, time.monotonic() - began)
+
+    def _go_on_from_each(self, runs: list[_Run | LayoutResult]) -> dict[int, Differences | str]:
+        """By the run's number, what one device finds that goes on from its checkpoint."""
+        checkpoints = {
+            number: run.findings[0].checkpoint
+            for number, run in enumerate(runs)
+            if isinstance(run, _Run) and run.findings[0].checkpoint is not None
+        }
+        recipe = recipe_of_layout(self.recipe, ONE_DEVICE, self.precision, self.folder / "run")
+        try:
+            (found,) = self._on_ranks(
+                1, go_on_from_each, recipe, self.reference, self.folder / "saved" / "elsewhere", checkpoints
+            )
+        except RanksFailed as failure:
+            return dict.fromkeys(checkpoints, str(failure))
+        outcome: dict[int, Differences | str] = found
+        return outcome
+
+    def _judged(self, run: _Run, elsewhere: Differences | str) -> LayoutResult:
+        return judge(run.layout, run.findings, elsewhere, self.reference, self.bounds, run.seconds)
+
+    def _on_ranks(self, world: int, task: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return run_on_ranks(world, task, *arguments, timeout_s=self.timeout_s)
