@@ -118,21 +118,14 @@ def test_events_are_told_in_words_and_quiet_ones_are_not():
     console.event("checkpoint_started", {"step": 3, "stall_s": 0.1})
     assert out.getvalue() == ""
     console.event("checkpoint_saved", {"message": "saved runs/x/checkpoints/step-3 (12 bytes)"})
-    console.event(
-        "step_skipped",
-        {
-            "step": 7,
-            "reason": "the loss is not finite",
-            "loss": math.nan,
-            "grad_norm": math.inf,
-            "positions_of_step": [56, 64],
-        },
-    )
+    reason = "the loss is not finite"
+    skipped = {"step": 7, "reason": reason, "loss": math.nan, "grad_norm": math.inf, "positions_of_step": [56, 64]}
+    console.event("step_skipped", skipped)
     console.event("bad_records", {"step": 8, "records": ["a/b.png: truncated", "c.png: not a picture"]})
     assert out.getvalue().splitlines() == [
         "saved runs/x/checkpoints/step-3 (12 bytes)",
-        "warning: step 7 skipped, no token counted: loss nan, gradient norm inf; samples 56 to 63 of the data's order "
-        "(events.jsonl has more)",
+        "warning: step 7 skipped, the loss is not finite: loss nan, gradient norm inf; images 56 to 63 of the data's "
+        "order (events.jsonl has more)",
         "warning: corrupt record in step 8, not counted: a/b.png: truncated and 1 more (events.jsonl names them)",
     ]
 

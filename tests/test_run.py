@@ -187,6 +187,66 @@ def test_metrics_validation_and_samples_of_a_run(pictures: Path, tmp_path: Path)
     assert "validation loss" in printed
 
 
+def left_behind(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """What a run wrote, by file name, with the time of writing."""
+    return {
+        str(file.relative_to(directory)): (file.stat().st_mtime_ns, file.read_bytes())
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_complete_run_started_again_says_so_and_does_nothing(pictures: Path, tmp_path: Path, world: int) -> None:
+    recipe = image_run(
+        pictures,
+        tmp_path / "run",
+        run={"steps": 4},
+        data={"validation_fraction": 0.1},
+        sample={"prompts": ["red square"], "steps": 2},
+        metrics={"writers": ["tensorboard"]},
+    )
+    run_to_end(recipe, world)
+    before = left_behind(recipe.run.directory)
+    printed = run_to_end(recipe, world)
+    assert f"{recipe.run.directory} is complete after 4 steps: raise run.steps to go on" in printed
+    assert left_behind(recipe.run.directory) == before
+    run_to_end(image_run(pictures, tmp_path / "run", run={"steps": 5}, data={"validation_fraction": 0.1}), world)
+    assert list(losses(recipe.run.directory)) == list(range(5))
+
+
+def test_a_run_killed_after_its_last_checkpoint_comes_to_its_end_once(pictures: Path, tmp_path: Path) -> None:
+    recipe = image_run(pictures, tmp_path / "run", run={"steps": 4}, data={"validation_fraction": 0.1})
+    run_to_end(recipe)
+    before = read_metrics(recipe.run.directory)
+    lines = (recipe.run.directory / "events.jsonl").read_text().splitlines(keepends=True)
+    assert '"finished"' in lines[-1]
+    (recipe.run.directory / "events.jsonl").write_text("".join(lines[:-1]))
+    run_to_end(recipe)
+    assert read_metrics(recipe.run.directory) == before
+    assert len(events(recipe.run.directory, "finished")) == 1
+    assert len(events(recipe.run.directory, "checkpoint_saved")) == 1
+
+
+def test_samples_that_cannot_be_saved_are_an_event_and_the_run_goes_on(pictures: Path, tmp_path: Path) -> None:
+    recipe = image_run(pictures, tmp_path / "run", run={"steps": 4}, sample={"prompts": ["red square"], "steps": 2})
+    with RunningRun(recipe) as running:
+        running.wait_for_step(0)
+        (recipe.run.directory / "samples").rmdir()
+        (recipe.run.directory / "samples").write_text("in the way")
+        running.wait()
+    assert "the samples after 4 steps could not be saved" in str(events(recipe.run.directory, "samples_not_saved"))
+    assert events(recipe.run.directory, "finished")
+
+
+def test_prompts_for_a_model_that_draws_nothing_are_refused(text: Path, tmp_path: Path) -> None:
+    with (
+        RunningRun(text_run(text, tmp_path / "run", sample={"prompts": ["a fox"]})) as running,
+        pytest.raises(AssertionError, match=r"UserError: sample\.prompts are drawn by diffusion models only"),
+    ):
+        running.wait()
+
+
 def test_samples_do_not_depend_on_the_number_of_ranks(pictures: Path, tmp_path: Path) -> None:
     drawn = []
     for world in (1, 2):
@@ -212,3 +272,5 @@ def test_corrupt_pictures_are_named_and_counted_and_end_the_run_past_the_limit(t
     with RunningRun(image_run(folder, tmp_path / "strict", run={"steps": 4})) as running:
         with pytest.raises(AssertionError, match=r"1 corrupt records, more than data\.max_bad_records = 0"):
             running.wait()
+    failed_in = events(tmp_path / "strict", "bad_records")[0]["step"]
+    assert list(losses(tmp_path / "strict"))[-1] == failed_in, "the step that ends the run is written down"

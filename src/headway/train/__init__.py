@@ -6,7 +6,7 @@ from headway.train.checkpoint_reading import read_full, read_values
 from headway.train.checkpoints import Checkpoints
 from headway.train.console import RunConsole
 from headway.train.ema import Ema
-from headway.train.run import Outcome, run_recipe
+from headway.train.run import Outcome, run_recipe, sample_name
 from headway.train.run_directory import RunDirectory, read_events, read_metrics
 from headway.train.stop import SIGNALS, clear_request, pending_request, request_stop
 from headway.train.summary import RunSummary, summarise
@@ -37,5 +37,6 @@ __all__ = [
     "read_values",
     "request_stop",
     "run_recipe",
+    "sample_name",
     "summarise",
 ]

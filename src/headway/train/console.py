@@ -18,7 +18,6 @@ PLAIN_WIDTH = 240
 
 STYLES = {"info": "cyan", "good": "green", "warning": "yellow", "error": "bold red"}
 
-
 EVENT_STYLES = {
     "resumed": "good",
     "finished": "good",
@@ -31,6 +30,8 @@ EVENT_STYLES = {
     "bad_records": "warning",
     "data_changed": "warning",
     "recipe_changed": "warning",
+    "samples_not_saved": "warning",
+    "writer_given_up": "warning",
 }
 
 
@@ -94,7 +95,7 @@ class RunConsole:
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Show an event of the run that is worth a person's eye; the rest is in ``events.jsonl``."""
-        text = fields.get("message") or _event_text(kind, fields)
+        text = fields.get("message") or _event_text(kind, fields, self._sample_name)
         if text:
             self.message(text, EVENT_STYLES.get(kind, "info"))
 
@@ -136,7 +137,7 @@ class RunConsole:
         return Group(self._bar, self._numbers)
 
 
-def _event_text(kind: str, fields: Mapping[str, Any]) -> str:
+def _event_text(kind: str, fields: Mapping[str, Any], sample_name: str) -> str:
     """Words for events that carry no message of their own; "" for those that need no eye."""
     match kind:
         case "bad_records":
@@ -147,7 +148,7 @@ def _event_text(kind: str, fields: Mapping[str, Any]) -> str:
             first, end = fields["positions_of_step"]
             return (
                 f"step {fields['step']} skipped, {fields['reason']}: loss {fields['loss']:.4g}, "
-                f"gradient norm {fields['grad_norm']:.4g}; samples {first} to {end - 1} of the data's order "
+                f"gradient norm {fields['grad_norm']:.4g}; {sample_name} {first} to {end - 1} of the data's order "
                 "(events.jsonl has more)"
             )
         case "sampled":

@@ -5,9 +5,10 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -16,6 +17,7 @@ from headway.errors import UserError
 from headway.recipe import Recipe, to_toml
 from headway.train.json_lines import append_line
 from headway.train.run_directory import RunDirectory
+from headway.train.writer_thread import CLOSE_TIMEOUT_S, Writer, WriterThread
 
 METRICS = (
     "step",
@@ -40,32 +42,25 @@ METRICS = (
 count model FLOPs, ``hfu`` what was executed, recomputation included.
 """
 
-PACKAGES = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+PACKAGES = {
+    "tensorboard": ("tensorboard", "torch.utils.tensorboard"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+}
 """Modules that each writer needs."""
-
-
-class Writer(Protocol):
-    """A place that numbers and pictures are written to."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write finite numbers of one step."""
-
-    def picture(self, step: int, name: str, file: Path) -> None:
-        """Write a picture file."""
-
-    def close(self) -> None:
-        """Flush and let go."""
 
 
 class MetricsWriters:
     """Writes each line to ``metrics.jsonl`` and to the writers of ``recipe.metrics``; on ranks other than 0, nowhere.
 
     ``next_step`` is the first step of this process (a resumed run goes on with the same TensorBoard, W&B and MLflow
-    run). Raises UserError when a writer that the recipe asks for is not installed.
+    run). A writer that fails is told by ``on_event``, as in WriterThread, and left out from then on; RunFailed is
+    raised only where ``metrics.jsonl`` can't be written.
     """
 
-    def __init__(self, recipe: Recipe, directory: RunDirectory, next_step: int = 0) -> None:
-        require_installed(recipe)
+    def __init__(
+        self, recipe: Recipe, directory: RunDirectory, on_event: Callable[..., None], next_step: int = 0
+    ) -> None:
         self._file = directory.metrics_file
         self._active = directory.rank == 0
         makers: dict[str, Callable[[Recipe, RunDirectory, int], Writer]] = {
@@ -73,8 +68,10 @@ class MetricsWriters:
             "wandb": WandbWriter,
             "mlflow": MlflowWriter,
         }
-        asked = list(dict.fromkeys(recipe.metrics.writers)) if self._active else []
-        self._writers: list[Writer] = [makers[name](recipe, directory, next_step) for name in asked]
+        asked = dict.fromkeys(recipe.metrics.writers) if self._active else ()
+        self._writers = [
+            WriterThread(name, partial(makers[name], recipe, directory, next_step), on_event) for name in asked
+        ]
 
     def training(self, fields: Mapping[str, Any]) -> None:
         """Write the line of a training step: ``METRICS`` (missing ones become null) and what else ``fields`` has."""
@@ -87,7 +84,7 @@ class MetricsWriters:
     def picture(self, steps_done: int, name: str, file: Path) -> None:
         """Hand a picture (PNG) of the weights after ``steps_done`` steps to the writers that show pictures."""
         for writer in self._writers:
-            writer.picture(steps_done, name, file)
+            writer.call(lambda to: to.picture(steps_done, name, file))
 
     def close(self) -> None:
         """Flush and close all writers."""
@@ -104,18 +101,24 @@ class MetricsWriters:
             if key != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         }
         for writer in self._writers:
-            writer.scalars(line["step"], values)
+            writer.call(lambda to: to.scalars(line["step"], values))
 
 
 def require_installed(recipe: Recipe) -> None:
-    """Raise UserError when a writer of ``recipe.metrics.writers`` misses a package."""
+    """Raise UserError when a writer of ``recipe.metrics.writers`` misses a package.
+
+    The packages are imported here and not by the writers' threads: data workers that are forked meanwhile would
+    inherit half of an import.
+    """
     for name in recipe.metrics.writers:
-        missing = [package for package in PACKAGES[name] if find_spec(package) is None]
-        if missing:
-            raise UserError(
-                f"metrics.writers asks for {name!r}, but {', '.join(missing)} is not installed: "
-                f"pip install 'headway[{name}]', or take {name!r} out of metrics.writers"
-            )
+        for package in PACKAGES[name]:
+            try:
+                import_module(package)
+            except ImportError as error:
+                raise UserError(
+                    f"metrics.writers asks for {name!r}, but {package} is not installed ({error}): "
+                    f"pip install 'headway[{name}]', or take {name!r} out of metrics.writers"
+                ) from None
 
 
 class TensorBoardWriter:
@@ -148,16 +151,18 @@ class WandbWriter:
     def __init__(self, recipe: Recipe, directory: RunDirectory, next_step: int) -> None:
         import wandb
 
+        # W&B waits for itself when the process ends: by default for a minute and a half.
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
         decided = os.environ.get("WANDB_MODE") or wandb.login(prompt=False)
         self._run = wandb.init(
             project=recipe.metrics.project,
             name=directory.path.name,
-            id=_remembered(directory.path / "wandb" / "run_id", uuid.uuid4().hex),
+            id=_remembered(directory.path / "wandb" / "run_id", lambda: uuid.uuid4().hex),
             resume="allow",
             dir=str(directory.path),
             config=recipe.model_dump(mode="json"),
             mode=None if decided else "offline",
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(silent=True, console="off", finish_timeout=CLOSE_TIMEOUT_S),
         )
         # W&B's own step may only rise; a resumed run writes steps again that a killed one had written.
         self._run.define_metric("step")
@@ -196,13 +201,11 @@ class MlflowWriter:
                 recipe.metrics.project, artifact_location=None if server else (folder / "artifacts").as_uri()
             )
         )
-        remembered = folder / "run_id"
-        if remembered.exists():
-            self._run_id = remembered.read_text()
-            self._client.update_run(self._run_id, status="RUNNING")
-        else:
-            self._run_id = self._client.create_run(experiment_id, run_name=directory.path.name).info.run_id
-            remembered.write_text(self._run_id)
+        self._run_id = _remembered(
+            folder / "run_id",
+            lambda: self._client.create_run(experiment_id, run_name=directory.path.name).info.run_id,
+        )
+        self._client.update_run(self._run_id, status="RUNNING")
         self._client.log_text(self._run_id, to_toml(recipe), "recipe.toml")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -227,9 +230,11 @@ def _pixels(file: Path) -> np.ndarray:
         return np.asarray(picture.convert("RGB"))
 
 
-def _remembered(file: Path, fresh: str) -> str:
-    """The text of ``file``, which is made from ``fresh`` the first time: what a resumed run goes on with."""
-    if not file.exists():
+def _remembered(file: Path, make: Callable[[], str]) -> str:
+    """The text of ``file``, made the first time: what a resumed run goes on with."""
+    known = file.read_text() if file.exists() else ""
+    if not known:
+        known = make()
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(fresh)
-    return file.read_text()
+        file.write_text(known)
+    return known

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from headway.cluster import accelerator_of_device
 from headway.data import Batch, Loader, SampleOrder
@@ -14,14 +15,15 @@ from headway.errors import RunFailed, UserError
 from headway.parallel import Ranks, Sizes
 from headway.recipe import Recipe
 from headway.train.assembly import assemble
-from headway.train.checkpoint_manifest import checkpoints_in
+from headway.train.checkpoint_manifest import checkpoint_path, checkpoints_in, newest_good
+from headway.train.checkpoint_reading import one_line
 from headway.train.checkpoints import Checkpoints
 from headway.train.console import RunConsole
 from headway.train.flops import utilisation
 from headway.train.metrics import MetricsWriters, require_installed
 from headway.train.picture_grid import save_grid
 from headway.train.run_directory import RunDirectory
-from headway.train.stop import StopSignals, clear_request
+from headway.train.stop import StopSignals, clear_request, request_stop
 from headway.train.throughput import StepTimer, peak_memory_gib
 from headway.train.trainer import StepResult, Trainer
 from headway.train.validation import validation_loader
@@ -45,24 +47,71 @@ def run_recipe(recipe: Recipe, ranks: Ranks) -> Outcome:
     Raises UserError for what is wrong in the recipe or its files, RunFailed when the run must not go on.
     """
     require_installed(recipe)
-    console = RunConsole(recipe.run.steps, rank=ranks.rank, sample_name=_sample_name(recipe))
-    with StopSignals(recipe.run.directory) as stop, contextlib.closing(console):
-        run = _Run(recipe, ranks, console, stop)
+    if recipe.sample.prompts and recipe.objective.kind != "flow_matching":
+        raise UserError(
+            f"sample.prompts are drawn by diffusion models only: leave them out with objective.kind = "
+            f"{recipe.objective.kind!r}"
+        )
+    directory = RunDirectory(recipe.run.directory, ranks.rank)
+    directory.create()
+    directory.check(recipe)
+    console = RunConsole(recipe.run.steps, rank=ranks.rank, sample_name=sample_name(recipe))
+    with _lost_ranks_told(), StopSignals(directory.path) as stop, contextlib.closing(console):
+        complete = _complete(recipe, ranks, directory)
+        if complete is not None:
+            console.message(f"{directory.path} is complete after {complete} steps: raise run.steps to go on", "good")
+            return Outcome(complete, None, directory.newest_samples())
+        run = _Run(recipe, ranks, directory, console, stop)
         with contextlib.closing(run):
             return run.to_its_end()
+
+
+def sample_name(recipe: Recipe) -> str:
+    """What a person calls the samples of a run."""
+    return {"next_token": "sequences", "vision_language": "conversations"}.get(
+        recipe.objective.kind, "images" if recipe.data.frames == 1 else "videos"
+    )
+
+
+@contextlib.contextmanager
+def _lost_ranks_told() -> Iterator[None]:
+    """Turn a collective's complaint that another rank is gone into RunFailed. Gloo's is a plain RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise RunFailed(
+            f"another rank has ended, or does not answer ({one_line(error)}): once what ended it is mended, start the "
+            "run again; it goes on from the newest checkpoint"
+        ) from error
+
+
+def _complete(recipe: Recipe, ranks: Ranks, directory: RunDirectory) -> int | None:
+    """Steps of a run that came to its end before, and whose last checkpoint is good; None when there is more to do."""
+    steps = None
+    if ranks.is_first:
+        finished = directory.finished_at()
+        if finished is not None and finished >= recipe.run.steps:
+            newest = newest_good(directory.checkpoints, lambda path, problems: None)
+            steps = finished if newest == checkpoint_path(directory.checkpoints, finished) else None
+    answer = [steps]
+    dist.broadcast_object_list(answer)
+    return answer[0]
 
 
 class _Run:
     """The parts of one session of a run, and what happens between its steps."""
 
-    def __init__(self, recipe: Recipe, ranks: Ranks, console: RunConsole, stop: StopSignals) -> None:
+    def __init__(
+        self, recipe: Recipe, ranks: Ranks, directory: RunDirectory, console: RunConsole, stop: StopSignals
+    ) -> None:
         self.recipe = recipe
         self.ranks = ranks
+        self.directory = directory
         self.console = console
         self.stop = stop
-        self.directory = RunDirectory(recipe.run.directory, ranks.rank)
-        self.directory.create()
-        self.directory.check(recipe)
+        self.unwritten: RunFailed | None = None
         self.checkpoints = Checkpoints(
             self.directory.checkpoints,
             recipe.checkpoint,
@@ -72,15 +121,25 @@ class _Run:
         self.parts = assemble(recipe, ranks, self.directory.path)
         self.trainer = Trainer(recipe, self.parts, lambda: stop.pending() is not None, self.event)
         self.resume()
-        self.writers = MetricsWriters(recipe, self.directory, self.trainer.progress.step)
+        self.writers = MetricsWriters(recipe, self.directory, self.event, self.trainer.progress.step)
         self.timer = StepTimer()
         self.peak_tflops = _peak_tflops(recipe, ranks)
-        self.samples_file: Path | None = None
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Show an event that has something to say to a person, then write it down: a full disk must not silence it."""
+        """Show an event that has something to say to a person, then write it down: a full disk must not silence it.
+
+        It may come from the thread of a checkpoint or a writer: that it could not be written is raised after the step.
+        """
         self.console.event(kind, fields)
-        self.directory.event(kind, **fields)
+        try:
+            self.directory.event(kind, **fields)
+        except RunFailed as failure:
+            self.unwritten = failure
+
+    def stop_if_unwritten(self) -> None:
+        """Raise RunFailed when an event could not be written down."""
+        if self.unwritten is not None:
+            raise self.unwritten
 
     def resume(self) -> None:
         """Load the newest good checkpoint, and make the run directory ready to go on from its step."""
@@ -121,35 +180,39 @@ class _Run:
     def to_its_end(self) -> Outcome:
         """All steps that are left, then the last checkpoint, validation and samples."""
         progress, steps = self.trainer.progress, self.recipe.run.steps
-        if progress.step == 0:
+        first = progress.step
+        if first == 0:
             self.validate()
-        stop = False
         for micro_batches in self._timed(self._loader()):
             result = self.trainer.step(micro_batches)
             self.timer.step_done(result.samples, result.tokens)
             self.log(result)
             self.trainer.check_limits()
-            stop = result.stop
-            if stop:
+            self.stop_if_unwritten()
+            if result.stop:
                 break
             with self.timer.outside():
                 self.between_steps(progress.step)
+        if progress.step > first:
+            self.save(final=True)
         if progress.step < steps:
             return self.stopped(progress.step)
-        self.save(final=True)
         self.validate()
         self.sample()
         if self.ranks.is_first:
             clear_request(self.directory.path)
         self.event("finished", step=progress.step)
-        return Outcome(progress.step, None, self.samples_file)
+        self.stop_if_unwritten()
+        return Outcome(progress.step, None, self.directory.newest_samples())
 
     def stopped(self, done: int) -> Outcome:
-        """Save after ``done`` steps, because a signal asked the run to end."""
+        """The end after ``done`` steps, which are saved, because a signal asked for it; the request stays behind."""
         signal = self.stop.pending() or "a signal to another rank"
-        self.save(final=True)
+        if self.ranks.is_first:
+            request_stop(self.directory.path, signal)
         self.event("stopped", step=done, signal=signal, message=f"stopped by {signal} after step {done}, and saved")
-        return Outcome(done, signal, self.samples_file)
+        self.stop_if_unwritten()
+        return Outcome(done, signal, self.directory.newest_samples())
 
     def between_steps(self, done: int) -> None:
         """What is due after ``done`` steps; the last step's is done at the end."""
@@ -228,11 +291,16 @@ class _Run:
         with self.parts.ema.swapped_in(max(decays, default=0.0)) if averaged else contextlib.nullcontext():
             pictures = self.trainer.draw_samples(sampler)
         done = self.trainer.progress.step
-        self.samples_file = self.directory.samples / f"step-{done:08d}.png"
+        file = self.directory.samples / f"step-{done:08d}.png"
         if self.ranks.is_first:
-            self.save_samples(pictures.movedim(-1, 1), self.samples_file)
-            self.writers.picture(done, "samples", self.samples_file)
-        self.event("sampled", step=done, file=str(self.samples_file))
+            try:
+                self.save_samples(pictures.movedim(-1, 1), file)
+            except OSError as error:
+                message = f"the samples after {done} steps could not be saved as {file}: {error.strerror or error}"
+                self.event("samples_not_saved", step=done, message=message)
+                return
+            self.writers.picture(done, "samples", file)
+        self.event("sampled", step=done, file=str(file))
 
     def save_samples(self, pictures: torch.Tensor, file: Path) -> None:
         """A grid of uint8 (N, 3, [F,] H, W), held-out captions under a heading of their own."""
@@ -318,9 +386,3 @@ def _peak_tflops(recipe: Recipe, ranks: Ranks) -> float | None:
 
 def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
-
-
-def _sample_name(recipe: Recipe) -> str:
-    return {"next_token": "sequences", "vision_language": "conversations"}.get(
-        recipe.objective.kind, "images" if recipe.data.frames == 1 else "videos"
-    )

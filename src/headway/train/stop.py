@@ -4,6 +4,7 @@ A scheduler that signals ranks itself is heard too. The file stays behind a run 
 launcher so; the next run clears it.
 """
 
+import contextlib
 import signal
 from pathlib import Path
 from types import FrameType
@@ -15,7 +16,8 @@ _STOP_FILE = "stop-request"
 
 def request_stop(directory: Path, signal_name: str) -> None:
     """Ask the ranks of the run in ``directory`` to finish their step, save and end."""
-    (directory / _STOP_FILE).write_text(signal_name)
+    with contextlib.suppress(OSError):  # on a full disk the file is there and empty, which says enough
+        (directory / _STOP_FILE).write_text(signal_name)
 
 
 def pending_request(directory: Path) -> str | None:
@@ -40,7 +42,7 @@ class StopSignals:
         self._signal: str | None = None
 
     def __enter__(self) -> Self:
-        """Catch the stop signals from now on; a second one of a kind ends the process as if nobody listened."""
+        """Catch the stop signals from now on; a second SIGINT ends the process as if nobody listened."""
         self._before = {number: signal.signal(number, self._caught) for number in SIGNALS}
         return self
 
@@ -49,8 +51,9 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
+        self._signal = self._signal or signal.Signals(number).name
+        if number == signal.SIGINT:  # a person's; schedulers repeat theirs, which must not end a save
+            signal.signal(number, signal.SIG_DFL)
 
     def pending(self) -> str | None:
         """Name of the signal, or None."""

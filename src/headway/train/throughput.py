@@ -96,7 +96,7 @@ class StepTimer:
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """Peak GiB since ``reset_peak_memory``: allocated by torch on CUDA; on the CPU this process's resident set."""
+    """Peak GiB of this process: allocated by torch on CUDA, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     status = Path("/proc/self/status")
@@ -106,15 +106,3 @@ def peak_memory_gib(device: torch.device) -> float | None:
                 return int(line.split()[1]) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
-
-
-def reset_peak_memory(device: torch.device) -> bool:
-    """Let the peak start again from what is held now; False where the system forbids it (peak since the start)."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
-    except OSError:
-        return False
-    return True
