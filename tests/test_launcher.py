@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,30 +20,40 @@ DEADLINE_S = 120.0
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path: Path) -> Iterator[Path]:
     text = text_file(tmp_path / "text.jsonl")
     run = text_recipe(text, tmp_path / "run", run={"steps": 1000}, metrics={"every": 1, "writers": []})
     file = tmp_path / "recipe.toml"
     file.write_text(to_toml(run))
-    return file
+    yield file
+    end_what_is_left(file)
 
 
-def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
+HEADWAY = (sys.executable, "-m", "headway.cli.main")
+
+
+def start(recipe: Path, *arguments: str, command: tuple[str, ...] = HEADWAY, **extra: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "headway.cli.main", "train", str(recipe), *arguments],
+        [*command, "train", str(recipe), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
+        env=environment | extra,
         start_new_session=True,
     )
 
 
 def processes_of(command: str) -> list[int]:
     """Ids of the running processes whose command line holds ``command``."""
-    found = subprocess.run(["pgrep", "-f", command], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(["pgrep", "-f", command], capture_output=True, text=True, check=False).stdout
     return [int(line) for line in found.split()]
+
+
+def end_what_is_left(recipe: Path) -> None:
+    """A test that has failed leaves no run behind."""
+    for process in processes_of(f"train {recipe}"):
+        os.kill(process, signal.SIGKILL)
 
 
 def signal_at_step(
@@ -59,24 +71,87 @@ def signal_at_step(
     return process.returncode, printed
 
 
-def test_ranks_that_a_scheduler_stops_save_and_can_be_queued_again(recipe: Path) -> None:
-    """SIGUSR1, sent to every process of the job, would kill torchrun. The same command goes on, then Ctrl-C."""
-    code, printed = signal_at_step(start(recipe, "--ranks", "2"), recipe, 3, signal.SIGUSR1, everywhere=True)
-    assert code == 75, printed
-    assert "stopped by SIGUSR1" in printed
-    saved = events(recipe.parent / "run", "stopped")[0]["step"]
-    code, printed = signal_at_step(start(recipe, "--ranks", "2"), recipe, int(str(saved)) + 2, signal.SIGINT)
-    assert code == 130, printed
-    assert f"after step {saved}" in printed
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_to_every_process_of_a_job_ends_its_step_and_saves(recipe: Path, number: signal.Signals) -> None:
+    """As SLURM sends it: to the launcher, torchrun, the ranks and their data workers. Then the same command goes on."""
+    running = start(recipe, "--ranks", "2", "--set", "data.workers=2")
+    code, printed = signal_at_step(running, recipe, 3, number, everywhere=True)
+    assert code == (130 if number == signal.SIGINT else 75), printed
+    assert f"stopped by {number.name}" in printed
     assert "Traceback" not in printed
-    steps = list(losses(recipe.parent / "run"))
-    assert steps == list(range(len(steps)))
+    (stopped,) = events(recipe.parent / "run", "stopped")
+    assert [path.name for path in (recipe.parent / "run" / "checkpoints").iterdir()] == [f"step-{stopped['step']:08d}"]
+    done = int(str(stopped["step"]))
+    running = start(recipe, "--ranks", "2", "--set", f"run.steps={done + 2}")
+    printed, _ = running.communicate(timeout=DEADLINE_S)
+    assert running.returncode == 0, printed
+    assert f"after step {done}" in printed
+    assert list(losses(recipe.parent / "run")) == list(range(done + 2))
 
 
-def test_one_rank_stopped_by_sigterm_saves_and_exits_with_75(recipe: Path) -> None:
-    code, printed = signal_at_step(start(recipe), recipe, 3, signal.SIGTERM)
-    assert code == 75, printed
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_rank_and_its_workers_stopped_by_a_signal_save(recipe: Path, number: signal.Signals) -> None:
+    running = start(recipe, "--set", "data.workers=2")
+    code, printed = signal_at_step(running, recipe, 3, number, everywhere=True)
+    assert code == (130 if number == signal.SIGINT else 75), printed
     assert len(list((recipe.parent / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_a_signal_that_comes_while_the_ranks_start_is_not_lost(recipe: Path) -> None:
+    running = start(recipe, "--ranks", "2")
+    began = time.monotonic()
+    while len(processes_of(f"headway.cli.main train {recipe}")) < 3:
+        assert time.monotonic() - began < DEADLINE_S
+        time.sleep(0.02)
+    for receiver in processes_of(f"train {recipe}"):
+        os.kill(receiver, signal.SIGTERM)
+    printed, _ = running.communicate(timeout=DEADLINE_S)
+    assert running.returncode == 75, printed
+    assert events(recipe.parent / "run", "stopped")[0]["step"] == 1
+
+
+def test_a_second_ctrl_c_ends_the_ranks_at_once(recipe: Path) -> None:
+    running = start(recipe, "--ranks", "2", "--set", "run.steps=100000")
+    began = time.monotonic()
+    while not read_metrics(recipe.parent / "run"):
+        assert time.monotonic() - began < DEADLINE_S
+        time.sleep(0.02)
+    ranks = [pid for pid in processes_of(f"headway.cli.main train {recipe}") if pid != running.pid]
+    os.kill(ranks[0], signal.SIGSTOP)  # the step will never end
+    for _ in range(2):
+        os.kill(running.pid, signal.SIGINT)
+        time.sleep(0.3)
+    os.kill(ranks[0], signal.SIGCONT)
+    printed, _ = running.communicate(timeout=DEADLINE_S)
+    assert running.returncode == 130, printed
+    assert processes_of(f"train {recipe}") == []
+
+
+def test_a_rank_that_a_scheduler_started_itself_exits_with_75(recipe: Path) -> None:
+    """One task a rank, as under srun; without torchrun the exit code reaches the scheduler."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    first, second = (start(recipe, RANK=rank, **address) for rank in ("0", "1"))
+    code, printed = signal_at_step(first, recipe, 3, signal.SIGTERM, everywhere=True)
+    assert (code, second.wait(DEADLINE_S)) == (75, 75), printed + second.communicate()[0]
+
+
+def test_a_stopped_rank_of_torchrun_ends_well_as_torchrun_would_call_all_else_a_failure(recipe: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    running = start(recipe, command=(*torchrun, "headway.cli.main"))
+    ranks = []
+    while len(ranks) < 2:
+        ranks = processes_of(f"^{sys.executable} -u -m headway.cli.main train {recipe}")
+        time.sleep(0.05)
+    began = time.monotonic()
+    while not read_metrics(recipe.parent / "run"):
+        assert time.monotonic() - began < DEADLINE_S
+        time.sleep(0.02)
+    os.kill(ranks[0], signal.SIGTERM)
+    printed, _ = running.communicate(timeout=DEADLINE_S)
+    assert running.returncode == 0, printed
+    assert events(recipe.parent / "run", "stopped")
 
 
 def test_a_killed_rank_ends_the_run_with_a_clear_line(recipe: Path) -> None:
@@ -89,6 +164,7 @@ def test_a_killed_rank_ends_the_run_with_a_clear_line(recipe: Path) -> None:
     printed, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1, printed
     assert "was ended by SIGKILL" in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize(

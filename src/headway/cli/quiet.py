@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 
 
 def quieten_libraries() -> None:
@@ -14,3 +15,10 @@ def quieten_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    threading.excepthook = _tell_of_our_threads
+
+
+def _tell_of_our_threads(failure: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread hands its error to whoever calls it next, and would print a traceback besides."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(failure)

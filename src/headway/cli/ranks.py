@@ -5,12 +5,15 @@ torchrun's own command exits with 1 whatever its ranks returned, and prints a tr
 
 import ctypes
 import logging
+import os
 import signal
 import sys
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
+
+from headway.cli.launcher import END
 
 _PR_SET_PDEATHSIG = 1
 
@@ -20,9 +23,7 @@ def main() -> int:
     ranks, *arguments = sys.argv[1:]
     if sys.platform == "linux":
         # When the launcher is killed outright its ranks must not train on, unseen, in its run directory.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # A scheduler may signal every process of a job: the ranks hear it themselves, and torchrun would die of it.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, END)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun(
@@ -30,6 +31,8 @@ def main() -> int:
                 "--standalone",
                 f"--nproc-per-node={ranks}",
                 "--local-addr=127.0.0.1",
+                f"--signals-to-handle={END.name}",
+                f"--log-dir={os.devnull}",  # else torchrun leaves a folder behind, and needs room for it
                 "-m",
                 "headway.cli.main",
                 *arguments,

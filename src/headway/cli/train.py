@@ -28,15 +28,20 @@ def train(
     Example: headway train examples/demo.toml --ranks 2 --set run.steps=100
 
     SIGTERM, SIGUSR1 and Ctrl-C end the run after the step at hand, with a checkpoint; it exits with 75 (130 after
-    Ctrl-C), and the same command goes on from there. Inside torchrun (where RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are set) it is one of its ranks.
+    Ctrl-C), and the same command goes on from there. A second Ctrl-C ends it at once.
+
+    Where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set it is one of several ranks, as in: torchrun
+    --nproc-per-node 8 --no-python headway train RECIPE
     """
     resolved = load_recipe(recipe, overrides or ())
     from headway.data import accumulation
     from headway.parallel import sizes
-    from headway.train import clear_request
+    from headway.train import RunDirectory, clear_request
 
     if "RANK" in os.environ:
+        missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise UserError(f"RANK is set, which makes this one of several ranks, but {', '.join(missing)} is not")
         if export or ranks > 1:
             raise UserError("--ranks and --export are for runs that headway starts itself, not for a rank of torchrun")
         if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
@@ -44,6 +49,7 @@ def train(
         raise typer.Exit(_as_one_rank(resolved))
     sizes(resolved.layout, ranks)
     accumulation(resolved.run.global_batch, resolved.run.micro_batch, ranks)
+    RunDirectory(resolved.run.directory).create()
     clear_request(resolved.run.directory)
     if ranks == 1:
         code = _as_one_rank(resolved)
@@ -60,28 +66,27 @@ def _as_one_rank(recipe: Recipe) -> int:
     from headway.parallel import start_ranks
     from headway.train import run_recipe
 
-    launched = "RANK" in os.environ
     try:
         with start_ranks(recipe.run.device, recipe.run.timeout_s) as ranks:
             outcome = run_recipe(recipe, ranks)
     except (UserError, RunFailed):
-        if launched and os.environ["RANK"] != "0":
+        if os.environ.get("RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(OTHER_RANKS_WAIT_S)
         raise
-    return 0 if launched else exit_code(outcome.stopped_by)
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else exit_code(outcome.stopped_by)
 
 
 def _finish(recipe: Recipe, export: bool) -> None:
     """Export if asked, then show what the run came to."""
     from headway.cli.export import export_run
-    from headway.train import RunConsole, summarise
+    from headway.train import RunConsole, RunDirectory, sample_name, summarise
 
     directory = recipe.run.directory
     paths = {"run": str(directory)}
-    grids = sorted((directory / "samples").glob("*.png"))
-    if grids:
-        paths["samples"] = str(grids[-1])
+    samples = RunDirectory(directory).newest_samples()
+    if samples is not None:
+        paths["samples"] = str(samples)
     if export:
         folder = directory / "export"
         shutil.rmtree(folder, ignore_errors=True)
@@ -90,5 +95,5 @@ def _finish(recipe: Recipe, export: bool) -> None:
         weights = "live weights" if decay is None else f"averages of decay {decay}"
         paths["exported"] = f"{folder} ({weights})"
         paths["load it with"] = line
-    console = RunConsole(recipe.run.steps)
+    console = RunConsole(recipe.run.steps, sample_name=sample_name(recipe))
     console.summary(summarise(directory), paths)
