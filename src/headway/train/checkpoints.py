@@ -128,11 +128,11 @@ class Checkpoints:
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor], values: str) -> None:
         began = time.perf_counter()
-        # A DTensor's size is that of the whole tensor: every element is written once.
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + len(values)
+        needed = 0
         partial = self._directory / f".step-{step:08d}.partial"
         self._whole = False
         try:
+            needed = round(sum(self._on_all(lambda: _bytes(tensors, self._world)))) + len(values)
             self._on_first(lambda: self._begin(partial, values, needed))
             save(
                 tensors,
@@ -233,9 +233,20 @@ class Checkpoints:
         """
         tensors, _ = _split(state)
         reader = CheckpointReader(path)
-        _check_fits(path, tensors, reader)
+        self._check_fits(path, tensors, reader)
         fill(tensors, reader, self._group)
         _merge(state, read_values(path))
+
+    def _check_fits(self, path: Path, tensors: dict[str, torch.Tensor], reader: CheckpointReader) -> None:
+        """Of a pipeline's stages each has its own tensors: only together must they be all that was saved."""
+        saved = sorted(reader.tensors)
+        used = torch.tensor([name in tensors for name in saved], dtype=torch.uint8)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        wrong = {f"{name} is only in the checkpoint" for name, is_used in zip(saved, used, strict=True) if not is_used}
+        wrong.update(misfit for part in self._on_all(lambda: _misfits(tensors, reader)) for misfit in part)
+        if wrong:
+            shown = "; ".join(sorted(wrong)[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+            raise UserError(f"{path} does not fit this run: {shown}. Resume with the recipe that it was saved by")
 
     # Ranks
 
@@ -293,15 +304,21 @@ def _merge(state: dict[str, Any], values: dict[str, Any]) -> None:
             state[key] = value
 
 
-def _check_fits(path: Path, tensors: dict[str, torch.Tensor], reader: CheckpointReader) -> None:
+def _misfits(tensors: dict[str, torch.Tensor], reader: CheckpointReader) -> list[str]:
+    """What of this rank's tensors the checkpoint has not, or otherwise."""
     saved = reader.tensors
     wrong = [f"{name} is not in the checkpoint" for name in tensors.keys() - saved.keys()]
-    wrong += [f"{name} is only in the checkpoint" for name in saved.keys() - tensors.keys()]
     for name in tensors.keys() & saved.keys():
         here = (tuple(tensors[name].shape), tensors[name].dtype)
         there = (tuple(saved[name].size), saved[name].properties.dtype)
         if here != there:
             wrong.append(f"{name} is {here} here and {there} in the checkpoint")
-    if wrong:
-        shown = "; ".join(sorted(wrong)[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise UserError(f"{path} does not fit this run: {shown}. Resume with the recipe that it was saved by")
+    return wrong
+
+
+def _bytes(tensors: dict[str, torch.Tensor], world: int) -> float:
+    """This rank's share of what a checkpoint takes: every element is written once, whichever ranks hold it."""
+    return sum(
+        tensor.numel() * tensor.element_size() / (tensor.device_mesh.size() if isinstance(tensor, DTensor) else world)
+        for tensor in tensors.values()
+    )
