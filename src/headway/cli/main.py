@@ -1,5 +1,6 @@
 """The command line: ``headway COMMAND``. Commands import what they need when they run, so that help is instant."""
 
+import io
 import sys
 from typing import Annotated
 
@@ -50,6 +51,8 @@ def main() -> None:
     A mistake of the user is told in one line a fault; any other exception is ours, and keeps its traceback.
     """
     quieten_libraries()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold what a terminal can't show
     try:
         app()
     except UserError as error:
