@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ class Case:
     tp: int = 2
     data: int = 1
     sequence: bool = False
-    checkpointing: bool = False
+    checkpointing: Literal["none", "full", "selective"] = "none"
     filled: bool = False
     """Divide values that are there already, in place of a model on meta."""
     compute: str = "float32"
@@ -139,8 +139,7 @@ def divided(case: Case, mesh: DeviceMesh, component: Component, weights: dict[st
     model = component.module
     apply_tensor_parallel(model, mesh["tp"], sequence=case.sequence)
     blocks = [block for _, block in repeated_blocks(model)]
-    if case.checkpointing:
-        checkpoint_activations(blocks, "full")
+    checkpoint_activations(blocks, case.checkpointing)
     for block in blocks if case.compiler is not None else []:
         block.forward = torch.compile(block.forward, backend=case.compiler, fullgraph=True)
     if mesh.size() > 1 or case.compute != "float32":
