@@ -10,10 +10,11 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headway.models import DenoisingModel
+from headway.models import DenoisingModel, build_model
 from headway.models.families import family_of
 from headway.models.text import TextFeatures
-from tiny_models import DENSE, EXPERTS
+from headway.recipe import PrecisionRecipe
+from tiny_models import DENSE, EXPERTS, VISION_LANGUAGE
 
 
 @dataclass
@@ -48,6 +49,23 @@ def tokens(generator: torch.Generator, length: int, size: int = 2) -> MicroBatch
     return MicroBatch(inputs, ids[:, 1:], torch.rand(size, generator=generator) * 3)
 
 
+def conversation(generator: torch.Generator, number: int, size: int = 2) -> MicroBatch:
+    """Padded on the right; a picture of four tokens in every even one."""
+    length = 14 + number
+    ids = torch.randint(3, 100, (size, length + 1), generator=generator)
+    mask = torch.ones(size, length, dtype=torch.int64)
+    mask[1, 10:] = 0
+    inputs = {"attention_mask": mask, "mm_token_type_ids": torch.zeros(size, length).long(), "use_cache": False}
+    if number % 2 == 0:
+        ids[0, 3] = 122
+        ids[0, 4:8] = 120
+        inputs["mm_token_type_ids"][0, 4:8] = 1
+        inputs["pixel_values"] = torch.randn(16, 96, generator=generator)
+        inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+    weight = torch.rand(size, generator=generator) * 3
+    return MicroBatch(inputs | {"input_ids": ids[:, :-1]}, ids[:, 1:].masked_fill(mask == 0, -100), weight)
+
+
 def latents(generator: torch.Generator, shape: tuple[int, ...], widths: dict[str, tuple[int, int]]) -> MicroBatch:
     """``widths``: of (sequence, pooled) features, by text encoder."""
     size = 2
@@ -78,6 +96,15 @@ def language_model(class_name: str, **config: Any) -> Any:
     model = model_class._from_config(model_class.config_class(**DENSE | {"num_hidden_layers": 4} | config))
     model.set_attn_implementation("sdpa")
     return model
+
+
+def vision_language_model(name: str) -> nn.Module:
+    recipe = VISION_LANGUAGE[name]
+    deeper = {"text_config": recipe.config["text_config"] | {"num_hidden_layers": 4}}
+    recipe = recipe.model_copy(update={"config": recipe.config | deeper})
+    built = build_model(recipe, PrecisionRecipe(compute="float32"), seed=1)
+    built.fill(torch.device("cpu"))
+    return built.module
 
 
 def flux(layers: int) -> DenoisingModel:
@@ -159,6 +186,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator, int]
         lambda g, n: tokens(g, 8 + n),
     ),
     "qwen3_moe": (lambda: language_model("Qwen3MoeForCausalLM", **EXPERTS), lambda g, n: tokens(g, 8 + n)),
+    "qwen2_5_vl": (lambda: vision_language_model("qwen2_5_vl"), conversation),
+    "qwen3_vl": (lambda: vision_language_model("qwen3_vl"), conversation),
     "flux": (lambda: flux(2), lambda g, n: latents(g, (4, 4, 4 + 2 * n), FLUX_TEXT)),
     "deep_flux": (lambda: flux(3), lambda g, n: latents(g, (4, 4, 4 + 2 * n), FLUX_TEXT)),
     "sd3": (sd3, lambda g, n: latents(g, (4, 4, 4 + 2 * n), SD3_TEXT)),

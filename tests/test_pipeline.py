@@ -25,7 +25,7 @@ def test_every_schedule_gives_the_gradients_of_one_process(name: str) -> None:
     assert_gradients_of_one_process(perturbed(name), cases, micro_batches(name, 4, grow=1))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "pixart", "sana"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_5_vl", "qwen3_vl", "pixart", "sana"])
 def test_other_model_classes_give_the_gradients_of_one_process(name: str) -> None:
     assert_gradients_of_one_process(perturbed(name), [Case("1f1b"), Case("zbv")], micro_batches(name, 4, grow=1))
 

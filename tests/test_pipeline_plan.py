@@ -38,14 +38,17 @@ costs = st.floats(0.0, 10.0)
 @given(st.lists(costs, min_size=1, max_size=9), costs, costs, st.data())
 def test_no_other_cuts_have_a_faster_slowest_stage(blocks: list[float], entry: float, exit: float, data: Any) -> None:
     stages = data.draw(st.integers(1, len(blocks)))
+    at_first = data.draw(st.integers(1, len(blocks) - stages + 1))
     given_costs = BlockCosts(entry, tuple(blocks), exit)
-    cuts = balanced_cuts(given_costs, stages)
+    cuts = balanced_cuts(given_costs, stages, at_first)
     assert len(cuts) == stages
     assert min(cuts) >= 1
+    assert cuts[0] >= at_first
     assert sum(cuts) == len(blocks)
     inner = itertools.combinations(range(1, len(blocks)), stages - 1)
     others = (tuple(b - a for a, b in itertools.pairwise((0, *ends, len(blocks)))) for ends in inner)
-    assert slowest(given_costs, cuts) <= min(slowest(given_costs, other) for other in others) * (1 + 1e-6)
+    fastest = min(slowest(given_costs, other) for other in others if other[0] >= at_first)
+    assert slowest(given_costs, cuts) <= fastest * (1 + 1e-6)
 
 
 def test_equal_blocks_are_cut_evenly_and_the_head_counts() -> None:
@@ -123,8 +126,8 @@ def test_the_head_makes_the_last_stage_shorter() -> None:
 @pytest.mark.parametrize(
     ("layout", "micro_batches", "message"),
     [
-        ({"pp": 8}, 8, r"8 stages, but LlamaForCausalLM has 4 blocks: set layout.pp to 4 or less"),
-        ({"pp_schedule": "zbv", "pp": 4}, 8, r"8 stages, but .* 4 blocks: set layout.pp to 2 or less"),
+        ({"pp": 8}, 8, r"8 stages, but the 4 blocks of LlamaForCausalLM make 4 at most: set layout.pp to 4"),
+        ({"pp_schedule": "zbv", "pp": 4}, 8, r"8 stages, but .* make 4 at most: set layout.pp to 2 or less"),
         ({"pp": 4}, 3, r"at least layout.pp micro-batches a rank, and run.global_batch makes 3: .* makes 4$"),
         ({"pp_schedule": "dualpipev"}, 3, r"at least 2 x layout.pp micro-batches .* makes 4$"),
         ({"pp_schedule": "interleaved_1f1b"}, 5, r"divides into rounds of at least layout.pp .* makes 4 or 6$"),
@@ -144,6 +147,17 @@ def test_what_cannot_work_is_refused_with_what_can(
 ) -> None:
     with pytest.raises(UserError, match=message):
         planned(llama, micro_batches, **layout)
+
+
+def test_layers_that_take_features_of_pictures_stay_with_the_vision_tower() -> None:
+    model: Any = MODELS["qwen3_vl"][0]()
+    model.config.vision_config.deepstack_visual_indexes = [0, 1]
+    assert planned(model).cuts == (2, 2)
+    assert planned(model, pp=3).cuts == (2, 1, 1)
+    with pytest.raises(UserError, match=r"pp_cuts = \[1, 3\]: the first 2 blocks take .* be 2 or more"):
+        planned(model, pp_cuts=[1, 3])
+    with pytest.raises(UserError, match=r"4 stages, but the 4 blocks of .* make 3 at most: set layout.pp to 1 or less"):
+        planned(model, pp_schedule="zbv")
 
 
 def test_blocks_are_freed_after_forward_unless_the_backward_is_split() -> None:

@@ -16,8 +16,10 @@ TIED = {"llama_tied", "qwen3_tied"}
 
 
 def on_meta(name: str) -> nn.Module:
-    with torch.device("meta"):
-        return MODELS[name][0]()
+    model: Any = MODELS[name][0]().to("meta")
+    if name in TIED:
+        model.tie_weights()
+    return model
 
 
 def splits(name: str, schedule: str = "zbv", ranks: int = 2) -> tuple[nn.Module, list[Split]]:

@@ -35,14 +35,16 @@ def matrix_elements(modules: Iterable[nn.Module]) -> float:
     )
 
 
-def balanced_cuts(costs: BlockCosts, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, at least one: the costliest stage as cheap as possible, then all as even as possible.
+def balanced_cuts(costs: BlockCosts, stages: int, first_blocks: int = 1) -> tuple[int, ...]:
+    """Blocks of each stage: the costliest stage as cheap as possible, then all as even as possible.
 
-    ``stages`` must not exceed the number of blocks.
+    The first stage has ``first_blocks`` or more, the others one or more; there must be blocks enough for that.
     """
     totals = [0.0, *itertools.accumulate(costs.blocks)]
 
     def cost(stage: int, first: int, end: int) -> float:
+        if stage == 0 and end < first_blocks:
+            return math.inf
         ends = costs.entry * (stage == 0) + costs.exit * (stage == stages - 1)
         return totals[end] - totals[first] + ends
 
@@ -71,8 +73,8 @@ def _best_cuts(
     return best[blocks]
 
 
-def check_cuts(cuts: Sequence[int], blocks: int, stages: int) -> None:
-    """Raises UserError unless ``layout.pp_cuts`` gives each of ``stages`` some of the ``blocks``, and all of them."""
+def check_cuts(cuts: Sequence[int], blocks: int, stages: int, first_blocks: int) -> None:
+    """Raises UserError unless ``layout.pp_cuts`` shares all of ``blocks`` out, ``first_blocks`` to the first stage."""
     if len(cuts) != stages:
         raise UserError(
             f"layout.pp_cuts = {list(cuts)} is for {len(cuts)} stages, but layout.pp x layout.pp_stages_per_rank makes "
@@ -82,4 +84,9 @@ def check_cuts(cuts: Sequence[int], blocks: int, stages: int) -> None:
         raise UserError(
             f"layout.pp_cuts = {list(cuts)} adds up to {sum(cuts)} blocks and the model has {blocks}: "
             "make it add up, or leave pp_cuts out"
+        )
+    if cuts[0] < first_blocks:
+        raise UserError(
+            f"layout.pp_cuts = {list(cuts)}: the first {first_blocks} blocks take what only the first stage computes: "
+            f"let the first number be {first_blocks} or more, or leave pp_cuts out"
         )

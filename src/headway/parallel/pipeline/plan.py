@@ -120,20 +120,23 @@ def plan_pipeline(
         _check_backward_can_be_split(layout, compiled, checkpointing)
     pipelined = find_pipelined(module)
     blocks = [block for _, block in pipelined.blocks()]
-    if stages > len(blocks):
+    first_blocks = pipelined.recipe.first_blocks
+    most = len(blocks) - first_blocks + 1
+    if stages > most:
         raise UserError(
-            f"layout.pp x layout.pp_stages_per_rank = {stages} stages, but {type(pipelined.model).__name__} has "
-            f"{len(blocks)} blocks: set layout.pp to {max(1, len(blocks) // (stages // layout.pp))} or less"
+            f"layout.pp x layout.pp_stages_per_rank = {stages} stages, but the {len(blocks)} blocks of "
+            f"{type(pipelined.model).__name__} make {most} at most: set layout.pp to "
+            f"{max(1, most // (stages // layout.pp))} or less"
         )
     if layout.pp_cuts is not None:
-        check_cuts(layout.pp_cuts, len(blocks), stages)
+        check_cuts(layout.pp_cuts, len(blocks), stages, first_blocks)
         return PipelinePlan(layout.pp_schedule, layout.pp, tuple(layout.pp_cuts))
     costs = costs or BlockCosts(
         entry=matrix_elements(pipelined.ends([*pipelined.recipe.entry])),
         blocks=tuple(matrix_elements([block]) for block in blocks),
         exit=matrix_elements(pipelined.ends([*pipelined.recipe.exit])),
     )
-    return PipelinePlan(layout.pp_schedule, layout.pp, balanced_cuts(costs, stages))
+    return PipelinePlan(layout.pp_schedule, layout.pp, balanced_cuts(costs, stages, first_blocks))
 
 
 def _stages_per_rank(layout: LayoutRecipe, kind: ScheduleKind) -> int:

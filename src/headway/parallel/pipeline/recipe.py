@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -32,33 +31,27 @@ class StageRecipe:
     """Names of what each block returns, as the arguments of the next one are called."""
     travels: tuple[str, ...]
     """Names of what goes from stage to stage, in the order of ``edges``: arguments of blocks, or ``noted``."""
-    entry: Mapping[str, Callable[[Passage], nn.Module]]
-    """Modules of the first stage -> what stands for them on the others."""
+    entry: Mapping[str, Callable[[Passage, Any], nn.Module]]
+    """Modules of the first stage -> what makes a stand-in for them on the others, given the module itself."""
     exit: tuple[str, ...]
     """Modules and parameters of the last stage."""
     edges: EdgesOf
     noted: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     """Modules of the first stage whose results travel although no block takes them -> names of those results."""
+    first_blocks: int = 1
+    """Blocks that the first stage must have: those that take what only it computes."""
 
 
-def received(*names: str | None) -> Callable[[Passage], nn.Module]:
+def received(*names: str | None) -> Callable[[Passage, Any], nn.Module]:
     """Stands in with the named tensors that came from the stage before."""
-    return partial(_received, names)
+    return lambda passage, module: Received(passage, names)
 
 
-def _received(names: tuple[str | None, ...], passage: Passage) -> nn.Module:
-    return Received(passage, names)
-
-
-def blank(like: str) -> Callable[[Passage], nn.Module]:
+def blank(like: str) -> Callable[[Passage, Any], nn.Module]:
     """Stands in for a token embedding of the width of the named tensor."""
-    return partial(_blank, like)
+    return lambda passage, module: Blank(passage, like)
 
 
-def _blank(like: str, passage: Passage) -> nn.Module:
-    return Blank(passage, like)
-
-
-def skipped(passage: Passage) -> nn.Module:
+def skipped(passage: Passage, module: Any) -> nn.Module:
     """Stands in by handing on its first argument."""
     return Skipped()

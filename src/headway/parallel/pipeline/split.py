@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -174,19 +175,19 @@ def _part(module: nn.Module, pipelined: Pipelined, plan: PipelinePlan, stage: in
             note_results(model.get_submodule(path), passage, names)
     else:
         for path, stand_in in recipe.entry.items():
-            _replace(model, path, stand_in(passage))
+            _replace(model, path, partial(stand_in, passage))
     if stage != plan.stages - 1:
         for path in recipe.exit:
-            _replace(model, path, Skipped())
+            _replace(model, path, lambda module: Skipped())
     return part
 
 
-def _replace(model: nn.Module, path: str, stand_in: nn.Module) -> None:
-    """Put ``stand_in`` in the place of a module; a parameter becomes None, and a module that is None stays so."""
+def _replace(model: nn.Module, path: str, stand_in: Callable[[Any], nn.Module]) -> None:
+    """Put a stand-in in the place of a module; a parameter becomes None, and a module that is None stays so."""
     owner_path, _, name = path.rpartition(".")
     owner = model.get_submodule(owner_path)
     old = getattr(owner, name)
     if isinstance(old, nn.Parameter):
         setattr(owner, name, None)
     elif old is not None:
-        setattr(owner, name, stand_in)
+        setattr(owner, name, stand_in(old))

@@ -14,7 +14,7 @@ PLANNED = {"embed_tokens", "layers", "norm"}
 
 def edges(config: Any, inputs: Mapping[str, Any]) -> tuple[Edge, ...]:
     """See EdgesOf."""
-    return (Edge((*inputs["input_ids"].shape, config.hidden_size), tokens=1),)
+    return (Edge((*inputs["input_ids"].shape, config.get_text_config().hidden_size), tokens=1),)
 
 
 def recipe_of_plan(model: Any) -> StageRecipe | None:

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.errors import UserError
-from headway.parallel.pipeline.families import decoder, flux, pixart, sana, sd3, wan
+from headway.parallel.pipeline.families import decoder, flux, pixart, sana, sd3, vision_language, wan
 from headway.parallel.pipeline.recipe import StageRecipe
 
 DIFFUSERS = {
@@ -16,6 +16,7 @@ DIFFUSERS = {
     "SanaTransformer2DModel": sana.RECIPE,
     "WanTransformer3DModel": wan.RECIPE,
 }
+VISION_LANGUAGE = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
 
 
 class Pipelined(NamedTuple):
@@ -48,13 +49,15 @@ def find_pipelined(module: nn.Module) -> Pipelined:
             _check_all_placed(module, pipelined)
             return pipelined
     raise UserError(
-        f"layout.pp: {type(_main_model(module)).__name__} can't be cut into stages; {', '.join(sorted(DIFFUSERS))} "
-        "can, and language models whose layers pass on nothing but hidden states (Llama, Qwen3, Mixtral, Qwen3-MoE, "
-        "…). Set layout.pp = 1"
+        f"layout.pp: {type(_main_model(module)).__name__} can't be cut into stages; "
+        f"{', '.join([*DIFFUSERS, *VISION_LANGUAGE])} can, and language models whose layers pass on nothing but hidden "
+        "states (Llama, Qwen3, Mixtral, Qwen3-MoE, …). Set layout.pp = 1"
     )
 
 
 def _recipe_of(module: nn.Module) -> StageRecipe | None:
+    if type(module).__name__ in VISION_LANGUAGE:
+        return vision_language.recipe_of(module)
     if isinstance(module, PreTrainedModel):
         return decoder.recipe_of_plan(module)
     return DIFFUSERS.get(type(module).__name__)
