@@ -203,11 +203,18 @@ def refusal(recipe: Recipe) -> str:
         ("image", 4, {"cp": 4}, "layout.cp"),
         ("image", 2, {"pp": 2}, "freeze the text encoders"),
         ("experts", 3, {"ep": 3}, "layout.ep = 3 must divide"),
+        (
+            "text",
+            2,
+            {"tp": 2},
+            "data.sequence_length = 33 is not a multiple of layout.cp x tp = 1 x 2 = 2: set it to 32",
+        ),
     ],
 )
 def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_starts(
     kind: str, world: int, layout: dict[str, Any], message: str, data: Path, tmp_path: Path
 ) -> None:
+    length = {"sequence_length": 33} if "sequence_length" in message else {}
     run = {"global_batch": 6, "micro_batch": 1}
-    for said in run_ranks(world, refusal, recipe_of(kind, data, tmp_path, run=run, layout=layout)):
+    for said in run_ranks(world, refusal, recipe_of(kind, data, tmp_path, run=run, layout=layout, data=length)):
         assert message in said

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-# Matrix products, attention and communication cost far more to repeat than to keep.
+# Matrix products, attention and communication cost far more to repeat than to keep. Gathered sequences are not kept:
+# they are as many times larger than what a rank holds between blocks as there are ranks.
 _aten = torch.ops.aten
 KEPT_OPERATORS = frozenset(
     {
@@ -23,7 +24,7 @@ KEPT_OPERATORS = frozenset(
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.all_reduce.default,
         torch.ops._c10d_functional.all_to_all_single.default,
     }
 )

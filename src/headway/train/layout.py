@@ -5,12 +5,14 @@ from typing import Any
 
 from torch import nn
 
+from headway.errors import UserError
 from headway.models import BuiltModel
 from headway.parallel import (
     LaidOut,
     LaidOutWhole,
     Meshes,
     Ranks,
+    Sizes,
     apply_tensor_parallel,
     check_tensor_parallel,
     checkpoint_activations,
@@ -125,11 +127,22 @@ def _check(recipe: Recipe, built: BuiltModel, meshes: Meshes, micro_batches: int
     main = built.components[0].module
     if size.tp > 1:
         check_tensor_parallel(main, size.tp)
+        _check_length(recipe, size)
     check_expert_parallel(main, size.ep, size.dp_shard * size.cp * size.tp)
     check_context_parallel(main, ring=size.cp_ring, ulysses=size.cp_ulysses, tp=size.tp)
     if size.pp == 1:
         return None
     return plan_pipeline(layout, built.module, micro_batches=micro_batches, compiled=recipe.run.compile)
+
+
+def _check_length(recipe: Recipe, size: Sizes) -> None:
+    """Refuses sequences whose tokens, those of one rank of cp, sequence parallelism can't split."""
+    length, unit = recipe.data.sequence_length, size.cp * size.tp
+    if recipe.objective.kind != "flow_matching" and recipe.layout.sequence_parallel and length % unit:
+        raise UserError(
+            f"data.sequence_length = {length} is not a multiple of layout.cp x tp = {size.cp} x {size.tp} = {unit}: "
+            f"set it to {length // unit * unit or unit}, or set layout.sequence_parallel = false"
+        )
 
 
 def _divide(recipe: Recipe, part: _Part, meshes: Meshes) -> SequenceSplit | None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from headway.data import Batch
 from headway.errors import RunFailed
 from headway.parallel import Masters
+from headway.parallel.pipeline import check_gradients
 from headway.recipe import Recipe
 from headway.train.assembly import Assembly
 from headway.train.flops import Flops, add
@@ -78,6 +79,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._countable = True
+        self._gradients_checked = False
         self.lr_factor = learning_rate_factor(self.recipe.optim, self.recipe.run.steps)
 
     def step(self, micro_batches: list[Batch]) -> StepResult:
@@ -92,6 +94,7 @@ class Trainer:
         losses = passes.gradients(batches, scale)
         routed = counts.new_empty(0) if layout.routing is None else layout.routing.finish_step()
         layout.laid_out.hand_over(masters)
+        self._check_gradients()
         if self.on_gradients is not None:
             self.on_gradients(masters)
         totals = torch.stack([self._counted(losses), masters.squared_norm_share().to(counts)])
@@ -162,6 +165,18 @@ class Trainer:
             return [math.nan] * 3
         total = add(counted)
         return [float(total.forward), float(total.backward), float(total.recomputed)]
+
+    def _check_gradients(self) -> None:
+        """In a session's first step: RunFailed for a pipeline in which a parameter gets no gradient, else an event."""
+        if self._gradients_checked:
+            return
+        self._gradients_checked = True
+        if self.parts.layout.staged is not None:
+            check_gradients(self.parts.masters.local)
+        without = [name for name, shard in self.parts.masters.local.items() if shard.grad is None]
+        if without:
+            message = f"{len(without)} trained parameters got no gradient, {without[0]} among them: they do not train"
+            self.on_event("parameters_without_gradient", message=message, parameters=without)
 
     def _scale(self, weight: torch.Tensor) -> torch.Tensor:
         """What makes a sum of losses the mean over the global batch: FSDP averages over the ranks, hence the factor."""
