@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.cluster import cluster_named, parse_cluster
@@ -29,7 +29,7 @@ clusters = st.sampled_from(NAMES).map(cluster_named)
 KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 dimensions = st.integers(1, 40_000)
 growth = st.floats(1.0, 8.0)
-moderate = settings(deadline=None, max_examples=80)
+moderate = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 
 
 def milliseconds(estimate: Estimate) -> float:

@@ -1,7 +1,7 @@
 """Interval algebra is exact: it agrees with counting the instants one by one."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.timeline import Intervals
@@ -36,7 +36,7 @@ def assert_canonical(found: Intervals) -> None:
     assert found.starts.dtype == found.ends.dtype == np.int64
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs)
 def test_a_union_covers_what_any_interval_covers(intervals):
     found = made(intervals)
@@ -45,7 +45,7 @@ def test_a_union_covers_what_any_interval_covers(intervals):
     assert found.total_ns() == counted(intervals).sum()
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs, pairs)
 def test_union_intersection_and_difference_are_those_of_sets(first, second):
     a, b = made(first), made(second)
@@ -62,20 +62,20 @@ def test_union_intersection_and_difference_are_those_of_sets(first, second):
     assert (a | b).total_ns() == a.total_ns() + b.total_ns() - (a & b).total_ns()
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs, pairs)
 def test_coverage_of_each_interval_is_counted_alone(covering, asked):
     found = made(covering).covered_ns([a for a, _ in asked], [b for _, b in asked])
     assert found.tolist() == [int(counted(covering)[a:b].sum()) for a, b in asked]
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs, st.lists(st.integers(0, END - 1)))
 def test_an_instant_is_in_the_set_from_a_start_until_before_an_end(intervals, asked):
     assert made(intervals).contains(asked).tolist() == counted(intervals)[asked].tolist()
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs, instants, instants)
 def test_gaps_and_coverage_make_up_a_window(intervals, begin, end):
     found, window = made(intervals), Intervals.union_of([begin], [end])
@@ -84,7 +84,7 @@ def test_gaps_and_coverage_make_up_a_window(intervals, begin, end):
     assert gaps | (found & window) == window
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs, pairs)
 def test_nothing_is_rounded_at_instants_since_1970(first, second):
     near = [made(intervals) for intervals in (first, second)]

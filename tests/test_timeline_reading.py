@@ -18,7 +18,11 @@ from headway.timeline.decimals import thousandths
 SMALL = Path(__file__).parent / "traces" / "dlrm_rank7of8.json.gz"
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 times = st.decimals(-(10**12), 10**12, places=3).map(abs)
-quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 def event(**members) -> dict:
@@ -92,9 +96,10 @@ def test_times_are_exact_to_the_nanosecond(trace, pairs):
     assert timeline.duration_ns.tolist() == [int(1000 * b) for _, b in pairs]
 
 
+@quick
 @given(st.lists(st.from_regex(r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,6})?([eE][+-]?[0-9])?", fullmatch=True), max_size=8))
 def test_every_way_to_write_a_number_is_read_to_the_nearest_thousandth(numbers):
-    found, readable = thousandths([number.encode() for number in numbers])
+    found, readable = thousandths([int(number) if number.isdigit() else number for number in numbers])
     exact = [round(1000 * Decimal(number)) for number in numbers]
     assert readable.tolist() == [-(2**63) <= value < 2**63 for value in exact]
     assert [value for value, known in zip(found.tolist(), readable, strict=True) if known] == [
@@ -103,10 +108,11 @@ def test_every_way_to_write_a_number_is_read_to_the_nearest_thousandth(numbers):
 
 
 @pytest.mark.parametrize(
-    "text", [b'"12"', b"null", b"true", b"[1]", b'"1,2"', b"", b"1-2", b"1.2.3", b"0x12", b"1e999", b"NaN"]
+    "other",
+    [None, True, [1], {"a": 1}, "", "1,2", "1-2", "1.2.3", "0x12", "1e999", "NaN", "Infinity", 2**60, "\ud800"],
 )
-def test_what_is_no_number_is_not_read_as_one(text):
-    found, readable = thousandths([b"1.5", text, b"2"])
+def test_what_is_no_number_is_not_read_as_one(other):
+    found, readable = thousandths(["1.5", other, 2])
     assert readable.tolist() == [True, False, True]
     assert found[[0, 2]].tolist() == [1500, 2000]
 
@@ -243,7 +249,7 @@ def _times(timeline: Timeline):
 
 
 def test_events_of_wrong_types_are_counted_and_the_others_kept(trace):
-    wrong = [5, [], None, event(name=7), event(ts="10"), event(ts=None), event(dur=-1), event(args=[]), {"ph": "X"}]
+    wrong = [5, [], None, event(name=7), event(ts="ten"), event(ts=None), event(dur=-1), event(args=[]), {"ph": "X"}]
     wrong += [{key: value for key, value in event().items() if key != "dur"}]
     found = read_chrome_trace(written(trace, [event(), *wrong, event(ts=99, args=None)]))
     assert found.timeline.start_ns.tolist() == [10_000, 99_000]

@@ -191,12 +191,12 @@ class _EventDecoder:
     def __init__(self, arguments: Arguments, found: EventColumns):
         self.arguments, self.found = arguments, found
         args = _args_type(arguments)
-        raw = msgspec.Raw(b"")
         members: list[Any] = [("ph", str, ""), ("cat", str, ""), ("name", str, ""), ("pid", Any, UNKNOWN)]
-        members += [("tid", Any, UNKNOWN), ("ts", msgspec.Raw, raw), ("dur", msgspec.Raw, raw)]
+        members += [("tid", Any, UNKNOWN), ("ts", Any, None), ("dur", Any, None)]
         event: Any = msgspec.defstruct("Event", [*members, ("args", args | None, None)], gc=False)
         self._without_args = args()
-        self._one, self._many = msgspec.json.Decoder(event), msgspec.json.Decoder(list[event])
+        self._one = msgspec.json.Decoder(event, float_hook=str)  # the text of a time, not its nearest float
+        self._many = msgspec.json.Decoder(list[event], float_hook=str)
         self._parts: dict[str, list[NDArray[Any]]] = {}
         for key in ("name", "cat", *arguments.strings):
             self._parts[key] = [np.zeros(0, np.int32)]
