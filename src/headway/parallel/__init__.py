@@ -1,6 +1,6 @@
 """Layouts: ranks, mesh, sharding, activation checkpointing, compilation, precision, what a rank trains."""
 
-from headway.parallel.activation_checkpointing import checkpoint_activations
+from headway.parallel.activation_checkpointing import KEPT_OPERATORS, checkpoint_activations
 from headway.parallel.activation_offload import offload_activations
 from headway.parallel.bfloat16_on_cpu import emulate_bfloat16_products, has_bfloat16_instructions
 from headway.parallel.compile import compile_blocks
@@ -13,6 +13,7 @@ from headway.parallel.tensor_parallel import apply_tensor_parallel, check_tensor
 from headway.parallel.vocabulary_parallel import cross_entropy_sum
 
 __all__ = [
+    "KEPT_OPERATORS",
     "FullyShardedModel",
     "LaidOut",
     "LaidOutWhole",

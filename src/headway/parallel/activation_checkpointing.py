@@ -1,7 +1,7 @@
 """What a block keeps for its backward pass: everything, nothing (full), or the expensive operators (selective)."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 import torch
@@ -30,25 +30,31 @@ KEPT_OPERATORS = frozenset(
 )
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: Literal["none", "full", "selective"]) -> None:
-    """Make each block recompute what it does not keep. The forward is replaced on the instance: names stay."""
+def checkpoint_activations(
+    blocks: Iterable[nn.Module],
+    mode: Literal["none", "full", "selective"],
+    kept: Collection[Any] = KEPT_OPERATORS,
+) -> None:
+    """Make each block recompute what it does not keep: with ``selective``, the results of the operators ``kept``.
+
+    The forward is replaced on the instance: names stay.
+    """
     if mode == "none":
         return
     for block in blocks:
-        block.forward = _checkpointed(block.forward, selective=mode == "selective")
+        block.forward = _checkpointed(block.forward, frozenset(kept) if mode == "selective" else frozenset())
 
 
-def _checkpointed(forward: Any, selective: bool) -> Any:
-    context: dict[str, Any] = (
-        {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
-    )
+def _checkpointed(forward: Any, kept: frozenset[Any]) -> Any:
+    def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context: dict[str, Any] = {}
+    if kept:
+        context["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
     @functools.wraps(forward)
     def recomputing_forward(*arguments: Any, **keywords: Any) -> Any:
         return checkpoint(forward, *arguments, use_reentrant=False, **context, **keywords)
 
     return recomputing_forward
-
-
-def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,6 +8,7 @@ from torch import nn
 from headway.errors import UserError
 from headway.models import BuiltModel
 from headway.parallel import (
+    KEPT_OPERATORS,
     LaidOut,
     LaidOutWhole,
     Meshes,
@@ -23,6 +24,7 @@ from headway.parallel import (
     shard,
 )
 from headway.parallel.context_parallel import (
+    RING_OPERATORS,
     SequenceSplit,
     apply_context_parallel_diffusion,
     apply_context_parallel_language,
@@ -99,7 +101,8 @@ def lay_out(recipe: Recipe, built: BuiltModel, meshes: Meshes, ranks: Ranks, *, 
         sequence = _divide(recipe, part, meshes) or sequence
         if routing is not None:
             routing.losses.attach(part.main, part.blocks)
-        checkpoint_activations(part.blocks, recipe.memory.activation_checkpointing)
+        kept = KEPT_OPERATORS - RING_OPERATORS if meshes.sizes.cp_ring > 1 else KEPT_OPERATORS
+        checkpoint_activations(part.blocks, recipe.memory.activation_checkpointing, kept)
         if recipe.memory.offload_activations:
             offload_activations(part.blocks, pin_memory=ranks.device.type == "cuda")
         if recipe.run.compile:
