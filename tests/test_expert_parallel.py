@@ -45,7 +45,6 @@ STRONG = Routing(balance=1.0, z=0.01)
 
 LAYOUTS = {
     "ep2": over(shard=2, ep=2),
-    "ep2 in one micro-batch": over(shard=2, ep=2, micro_batch=4),
     "ep4": over(shard=4, ep=4, micro_batch=1),
     "ep2, experts sharded over 2": over(shard=4, ep=2, micro_batch=1),
     "ep2 of cp2": over(cp=2, ep=2),
@@ -69,7 +68,7 @@ def test_gradients_and_their_norm_are_those_of_one_process(name: str) -> None:
         same_as_one_process(rank[0], expected)
 
 
-@pytest.mark.parametrize(("ep", "sequence"), [(2, False), (4, False), (4, True)])
+@pytest.mark.parametrize(("ep", "sequence"), [(2, False), (4, True)])
 def test_tensor_parallel_ranks_send_each_token_once(ep: int, sequence: bool) -> None:
     expected = reference("mixtral", PLAIN)
     for rank in run_ranks(4, train, "mixtral", over(shard=2, tp=2, ep=ep, sequence_parallel=sequence), PLAIN):
@@ -85,12 +84,11 @@ def test_ranks_without_tokens_take_part(layout: Layout) -> None:
         same_as_one_process(rank[0], expected)
 
 
-def test_one_update_more_is_the_same_in_every_layout() -> None:
+def test_updates_are_those_of_one_process() -> None:
     expected = run_ranks(1, train, "qwen3_moe", over(micro_batch=8), PLAIN, 3)[0]
-    for layout in (over(shard=2, ep=2), over(shard=4, ep=2, micro_batch=1)):
-        found = run_ranks(layout.ranks, train, "qwen3_moe", layout, PLAIN, 3)[0]
-        assert [step.loss for step in found] == pytest.approx([step.loss for step in expected], rel=1e-5)
-        assert worst_error(found[2], expected[2])[0] < 1e-4
+    found = run_ranks(4, train, "qwen3_moe", over(shard=4, ep=2, micro_batch=1), PLAIN, 3)[0]
+    assert [step.loss for step in found] == pytest.approx([step.loss for step in expected], rel=1e-5)
+    assert worst_error(found[2], expected[2])[0] < 1e-4
 
 
 # Experts in the stages of a pipeline
@@ -140,9 +138,7 @@ def pipelined(schedule: str, checkpointing: Any) -> tuple[dict[str, Tensor], Ten
     return gradients, loss, report.balance.item()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "checkpointing"), [("1f1b", "selective"), ("zbv", "none"), ("interleaved_1f1b", "full")]
-)
+@pytest.mark.parametrize(("schedule", "checkpointing"), [("1f1b", "selective"), ("zbv", "none")])
 def test_stages_of_a_pipeline_have_their_own_experts(schedule: str, checkpointing: Any) -> None:
     expected = reference("qwen3_moe", STRONG, **STAGED)
     found: dict[str, Tensor] = {}
@@ -241,7 +237,7 @@ def rehearsed(checkpointing: str) -> tuple[list[int], list[str]]:
     expert_parallel.exchange_sizes = evenly
     built = build_model(RECIPE, PrecisionRecipe(), seed=3)
     layout = over(shard=4, tp=2, ep=4, checkpointing=checkpointing, compute="bfloat16")
-    _, laid_out, losses, _ = divide(built.module, layout, Routing(balance=1.0, capacity=1.5))
+    _, laid_out, *_ = divide(built.module, layout, Routing(balance=1.0, capacity=1.5))
     with FakeTensorMode(allow_non_fake_inputs=True):
         built.module.to_empty(device="cpu")
         batch = {name: torch.zeros(2, 8, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}
@@ -284,7 +280,7 @@ def test_a_checkpoint_loads_in_any_layout(tmp_path: Path) -> None:
     assert {shape["model.layers.0.mlp.experts.gate_up_proj"] for shape in shapes} == {(2, 32, 32)}
     whole = dict(mixture("qwen3_moe").named_parameters())
     expected = reference("qwen3_moe", PLAIN)
-    for layout in (over(shard=2), over(shard=2, ep=2), over()):
+    for layout in (over(shard=2), over(shard=2, ep=2)):
         loaded, step = run_ranks(layout.ranks, load, tmp_path, layout)[0]
         for name, parameter in whole.items():
             assert torch.equal(loaded[name], parameter), name
@@ -293,7 +289,7 @@ def test_a_checkpoint_loads_in_any_layout(tmp_path: Path) -> None:
 
 RECIPE = ModelRecipe(
     class_name="Qwen3MoeForCausalLM",
-    config=DENSE | {"moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 2},
+    config=DENSE | {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2},
 )
 
 
@@ -311,9 +307,9 @@ def fill(layout: Layout) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]
 @pytest.mark.parametrize(
     ("layout", "shape"),
     [
-        (over(shard=2, ep=2), (4, 24, 32)),
-        (over(shard=4, ep=2), (2, 24, 32)),
-        (over(shard=2, tp=2, ep=4), (2, 24, 32)),
+        (over(shard=2, ep=2), (4, 32, 32)),
+        (over(shard=4, ep=2), (2, 32, 32)),
+        (over(shard=2, tp=2, ep=4), (2, 32, 32)),
     ],
 )
 def test_each_rank_is_filled_with_its_own_experts_alone(layout: Layout, shape: tuple[int, ...]) -> None:

@@ -214,7 +214,7 @@ def brute_force(weights: Tensor, chosen: Tensor, tokens: Tensor, experts: int, f
         limit = math.ceil(factor * chosen.shape[1] * len(rows) / experts - 1e-9)
         for expert in range(experts):
             pairs = [(row, slot) for row in rows for slot in range(chosen.shape[1]) if chosen[row, slot] == expert]
-            for row, slot in sorted(pairs, key=lambda pair: -float(weights[pair]))[:limit]:
+            for row, slot in sorted(pairs, key=lambda pair: -weights[pair].item())[:limit]:
                 kept[row, slot] = True
     return kept
 
