@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from headway.errors import UserError
 from headway.timeline.decimals import thousandths
+from headway.timeline.timeline import UNKNOWN
 from headway.timeline.trace_text import cuts, mended, pieces
 
 Buffer = bytes | memoryview | msgspec.Raw
 LONGEST_EVENT_BYTES = 64 << 20
-UNKNOWN = -1
+LONGEST_HEAD_BYTES = 64 << 20
 TEXT_CODES = np.int64(-(1 << 40))
 """A pid or tid that is a string stands in its column as this minus the string's place."""
 
@@ -130,6 +131,8 @@ class _Reader:
                 self.found.facts = {key: value for key, value in facts.items() if key}
                 self.passed = found.end()
                 return head[found.end() :]
+            if len(head) > LONGEST_HEAD_BYTES:
+                break
         raise UserError(f"{self.path}: not a Chrome or PyTorch-profiler trace: it has no traceEvents")
 
     def _take_whole_events(self, array: bytearray) -> tuple[int, bool]:
