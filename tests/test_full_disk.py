@@ -1,6 +1,7 @@
 """A disk that fills up in the middle of a run: a clear line, no torn file, a run that goes on when there is room."""
 
 import contextlib
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from headway.train.run_directory import RunDirectory
 from runs import losses
 from test_launcher import DEADLINE_S, end_what_is_left, start
 from test_run_directory import recipe
-from tiny_recipes import text_file, text_recipe
+from tiny_recipes import image_folder, image_recipe, text_file, text_recipe
 
 
 @pytest.fixture
@@ -31,13 +32,30 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def fill(disk: Path) -> Path:
-    """A file that takes all room there is."""
+def fill(disk: Path, pages_left: int = 0) -> Path:
+    """A file that takes all room there is but for some pages of 4096 bytes."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
+    os.truncate(filler, filler.stat().st_size - 4096 * pages_left)
     return filler
+
+
+@pytest.mark.parametrize("pages_left", [0, 3, 5])
+def test_a_disk_that_is_full_from_the_start_is_told_in_one_line(
+    tmp_path: Path, small_disk: Path, pages_left: int
+) -> None:
+    """Tokenizers, metrics and events are written by different libraries."""
+    wanted = image_recipe(image_folder(tmp_path / "pictures"), small_disk / "run", run={"steps": 3})
+    file = tmp_path / "recipe.toml"
+    file.write_text(to_toml(wanted))
+    fill(small_disk, pages_left)
+    running = start(file)
+    printed, _ = running.communicate(timeout=DEADLINE_S)
+    assert running.returncode == 1, printed
+    assert "Traceback" not in printed
+    assert "can't be written: No space left on device" in printed.splitlines()[-1]
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])

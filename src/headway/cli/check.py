@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.cli.recipe_show import Overrides, RecipeFile
+from headway.cli.result import JsonPath, give_result
 from headway.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def check(
     ] = "float32",
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For each layout.")] = 300.0,
     overrides: Overrides = None,
-    json_: Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write JSON; - prints it.")] = None,
+    json_: JsonPath = None,
 ) -> None:
     """Prove that layouts compute what one device does, on CPU processes, before GPUs are paid for.
 
@@ -46,7 +47,6 @@ def check(
     Exits with 1 when a layout is wrong or fails, with 2 when one that was asked for by name is refused.
     """
     from headway.check import check_recipe, parse_layouts
-    from headway.cli.result import give_result
     from headway.recipe import load_recipe
 
     asked = None if layouts == "auto" else parse_layouts(layouts)

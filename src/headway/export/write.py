@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -50,7 +49,10 @@ def export_weights(
         partial.mkdir(parents=True)
         line = _write(recipe, built, partial, tokenizers or {}, adapters)
         os.rename(partial, destination)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        # Libraries written in Rust pass on what the system says in exceptions of their own.
+        if not isinstance(error, OSError) and "(os error" not in str(error):
+            raise
         raise UserError(f"{destination} can't be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -125,9 +125,13 @@ def writing(path: Path) -> Iterator[None]:
     """Turn the system's error inside into RunFailed: what can't be written, what is missing, how to go on."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        # Libraries written in Rust pass on what the system says in exceptions of their own.
+        if not isinstance(error, OSError) and "(os error" not in str(error):
+            raise
         free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise RunFailed(
-            f"{path} can't be written: {error.strerror or error} ({free:,} bytes are free there). Mend that and start "
+            f"{path} can't be written: {reason} ({free:,} bytes are free there). Mend that and start "
             "the run again: it goes on from the newest checkpoint"
         ) from error

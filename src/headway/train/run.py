@@ -15,7 +15,7 @@ from headway.errors import RunFailed, UserError
 from headway.parallel import Ranks, Sizes
 from headway.recipe import Recipe
 from headway.train.assembly import assemble
-from headway.train.checkpoint_manifest import checkpoint_path, checkpoints_in, newest_good
+from headway.train.checkpoint_manifest import checkpoint_path, checkpoints_in, problems
 from headway.train.checkpoint_reading import one_line
 from headway.train.checkpoints import Checkpoints
 from headway.train.console import RunConsole
@@ -89,15 +89,14 @@ def _lost_ranks_told() -> Iterator[None]:
 
 def _complete(recipe: Recipe, ranks: Ranks, directory: RunDirectory) -> int | None:
     """Steps of a run that came to its end before, and whose last checkpoint is good; None when there is more to do."""
-    steps = None
-    if ranks.is_first:
-        finished = directory.finished_at()
-        if finished is not None and finished >= recipe.run.steps:
-            newest = newest_good(directory.checkpoints, lambda path, problems: None)
-            steps = finished if newest == checkpoint_path(directory.checkpoints, finished) else None
-    answer = [steps]
+    answer = [directory.finished_at() if ranks.is_first else None]
     dist.broadcast_object_list(answer)
-    return answer[0]
+    (finished,) = answer
+    if finished is None or finished < recipe.run.steps:
+        return None
+    wrong: list[list[str]] = [[] for _ in range(ranks.world)]
+    dist.all_gather_object(wrong, problems(checkpoint_path(directory.checkpoints, finished), ranks.rank, ranks.world))
+    return None if any(wrong) else finished
 
 
 class _Run:

@@ -11,6 +11,7 @@ from headway.data import Source, captions_of, word_tokenizer
 from headway.models import load_tokenizer
 from headway.recipe import ModelRecipe
 from headway.train.checkpoint_manifest import checkpoints_in
+from headway.train.json_lines import writing
 
 _FOLDER = "tokenizers"
 
@@ -18,18 +19,22 @@ _FOLDER = "tokenizers"
 def make_tokenizers(
     recipe: ModelRecipe, source: Source, directory: Path, write: bool
 ) -> Mapping[str, PreTrainedTokenizerBase]:
-    """By text encoder, those made from captions: the checkpoints' own, or new ones (kept if ``write``)."""
+    """By text encoder, those made from captions: the checkpoints' own, or new ones (kept if ``write``).
+
+    Raises RunFailed when they can't be kept.
+    """
     kept = read_tokenizers(recipe, directory) if checkpoints_in(directory / "checkpoints") else None
     if kept is not None:
         return kept
     made = {name: word_tokenizer(captions_of(source), recipe.text_encoders[name].max_length) for name in _names(recipe)}
     if write and made:
         beside = directory / f".{_FOLDER}.new"
-        shutil.rmtree(beside, ignore_errors=True)
-        for name, tokenizer in made.items():
-            tokenizer.save_pretrained(beside / name)
-        shutil.rmtree(directory / _FOLDER, ignore_errors=True)
-        os.rename(beside, directory / _FOLDER)
+        with writing(directory / _FOLDER):
+            shutil.rmtree(beside, ignore_errors=True)
+            for name, tokenizer in made.items():
+                tokenizer.save_pretrained(beside / name)
+            shutil.rmtree(directory / _FOLDER, ignore_errors=True)
+            os.rename(beside, directory / _FOLDER)
     return made
 
 
