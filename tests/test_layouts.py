@@ -85,13 +85,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_of(kind: str, data: Path, directory: Path, **sections: dict[str, Any]) -> Recipe:
+def recipe_of(kind: str, files: Path, directory: Path, **sections: dict[str, Any]) -> Recipe:
     sections["run"] = {"steps": STEPS, "micro_batch": 2} | sections.get("run", {})
     if kind == "image":
-        return image_recipe(data / "pictures", directory, **sections)
+        return image_recipe(files / "pictures", directory, **sections)
     if kind == "experts":
         sections["model"] = EXPERTS
-    return text_recipe(data / "text.jsonl", directory, **sections)
+    return text_recipe(files / "text.jsonl", directory, **sections)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def refusal(recipe: Recipe) -> str:
     [
         ("text", 2, {"ep": 2}, "layout.ep = 2 needs a mixture of experts"),
         ("text", 3, {"tp": 3}, "layout.tp = 3"),
-        ("text", 3, {"pp": 3}, "but Qwen3ForCausalLM has 2 blocks"),
+        ("text", 3, {"pp": 3}, "2 blocks of Qwen3ForCausalLM make 2 at most"),
         ("image", 4, {"cp": 4}, "layout.cp"),
         ("image", 2, {"pp": 2}, "freeze the text encoders"),
         ("experts", 3, {"ep": 3}, "layout.ep = 3 must divide"),
