@@ -24,7 +24,6 @@ KINDS = {
     "ring 2 x ulysses 2": {"cp": 4, "cp_kind": "both", "cp_ulysses": 2},
 }
 """Layouts of one sequence, by name; cp is the number of ranks."""
-MICRO_BATCHES = 2
 CPU = torch.device("cpu")
 
 Result = dict[str, Any]
@@ -70,7 +69,7 @@ class Case:
         self.built.module.to(CPU)
         return self.built
 
-    def reference(self, loss_sum: LossSum, micro_batches: int = MICRO_BATCHES) -> Result:
+    def reference(self, loss_sum: LossSum, micro_batches: int) -> Result:
         """One process, the whole batch."""
         return run(self.whole.module, [loss_sum(self.whole.module, number, None) for number in range(micro_batches)])
 
@@ -92,7 +91,7 @@ def parts(
         split = apply(case.built.module, mesh.cp)
         model = case.fill().module
         for kind, loss_sum in losses.items():
-            result = run(model, [loss_sum(model, number, split) for number in range(MICRO_BATCHES)])
+            result = run(model, [loss_sum(model, 0, split)])
             for gradient in result["gradients"].values():
                 dist.all_reduce(gradient)
             results[name, kind] = result
@@ -101,7 +100,7 @@ def parts(
 
 @dataclass(frozen=True)
 class Sharded:
-    """Parameters sharded over data and context ranks, gradients reduced with the last micro-batch.
+    """Parameters sharded over data and context ranks, gradients reduced with the second of two micro-batches.
 
     Micro-batch m of data rank r is number m·n + r. ``factor`` is in the place of the Trainer's, which makes a sum of
     the mean.
@@ -122,8 +121,8 @@ class Sharded:
         model = case.fill().module
         assert isinstance(model, FSDPModule)
         total = 0.0
-        for step in range(MICRO_BATCHES):
-            model.set_requires_gradient_sync(step == MICRO_BATCHES - 1)
+        for step in range(2):
+            model.set_requires_gradient_sync(step == 1)
             loss = loss_sum(model, step * mesh.sizes.data + mesh.data_rank, split)
             (loss * (mesh.fsdp.size() if self.factor is None else self.factor)).backward()
             total += float(loss.detach())

@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.check.examination import Differences, Findings, examine, go_on_from_each
 from headway.check.layouts import Layout, auto_layouts, make_layout
-from headway.check.ranks import RanksFailed, run_on_ranks
+from headway.check.ranks import Place, RanksFailed, run_on_ranks
 from headway.check.reference import Reference, compute_reference
 from headway.check.setting import Precision, recipe_of_layout, recipe_of_reference
 from headway.check.shrink import shrunk
@@ -82,7 +82,9 @@ def check_recipe(
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="headway-check-") as folder:
-        checked = shrunk(recipe, Path(folder, "shrunk")) if shrink else recipe
+        checked = recipe
+        if shrink:
+            (checked,) = run_on_ranks(1, _shrunk, recipe, Path(folder, "shrunk"), timeout_s=timeout_s)
         if layouts is None:
             language = checked.objective.kind != "flow_matching"
             layouts = auto_layouts(language=language, experts=has_experts(checked.model))
@@ -99,13 +101,23 @@ def check_recipe(
     )
 
 
+def _shrunk(place: Place, recipe: Recipe, folder: Path) -> Recipe:
+    """In a process of its own, as libraries that write files keep threads, which this one must not have."""
+    return shrunk(recipe, folder)
+
+
 @dataclass(frozen=True)
-class _Run:
+class LayoutRun:
     """A layout that ran on its ranks."""
 
     layout: Layout
     findings: list[Findings]
     seconds: float
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """What all its ranks saved together."""
+        return self.findings[0].checkpoint
 
 
 class Check:
@@ -118,66 +130,69 @@ class Check:
         self.timeout_s = timeout_s
         # In bfloat16 one device sets the bounds, and has none itself.
         self.bounds = BOUNDS if precision == "float32" else dict.fromkeys(ERRORS, math.inf)
+        self.other_checkpoint: Path | None = None
+        """Of one device, from which every layout goes on."""
         try:
             plain = recipe_of_reference(recipe, folder / "run")
             (self.reference,) = self._on_ranks(1, compute_reference, plain, folder / "reference.safetensors")
-            self.one_device = self._run(ONE_DEVICE, "one-device", None)
+            self.one_device = self.run(ONE_DEVICE, "one-device")
         except RanksFailed as failure:
             raise RunFailed(f"the recipe does not run on one device: {failure}") from None
+        self.other_checkpoint = self.one_device.checkpoint
 
     def results(self, layouts: list[Layout], on_layout: OnLayout = lambda *_: None) -> list[LayoutResult]:
         """One result for one device, then one for each layout."""
-        runs: list[_Run | LayoutResult] = [self.one_device]
-        other = self.one_device.findings[0].checkpoint
+        runs: list[LayoutRun | LayoutResult] = [self.one_device]
         for number, layout in enumerate(layouts, start=1):
-            outcome = self._tried(layout, f"layout-{number}", other)
+            outcome = self._tried(layout, f"layout-{number}")
             runs.append(outcome)
-            told = "ran" if isinstance(outcome, _Run) else outcome.status
+            told = "ran" if isinstance(outcome, LayoutRun) else outcome.status
             on_layout(number, len(layouts), layout, told, outcome.seconds)
         elsewhere = self._go_on_from_each(runs)
         results = []
         for number, run in enumerate(runs):
-            result = self._judged(run, elsewhere.get(number, {})) if isinstance(run, _Run) else run
+            result = self.judged(run, elsewhere.get(number, {})) if isinstance(run, LayoutRun) else run
             results.append(result)
             if number == 0 and self.precision == "bfloat16":
                 self.bounds = {name: max(BFLOAT16_FLOOR, BFLOAT16_FACTOR * result.errors[name]) for name in ERRORS}
         return results
 
-    def _tried(self, layout: Layout, name: str, other: Path | None) -> _Run | LayoutResult:
+    def run(self, layout: Layout, name: str) -> LayoutRun:
+        """Run ``layout`` on its ranks; ``name`` tells its checkpoints apart. Raises UserError or RanksFailed."""
+        began = time.monotonic()
+        recipe = recipe_of_layout(self.recipe, layout, self.precision, self.folder / "run")
+        saved = self.folder / "saved" / name
+        findings = self._on_ranks(layout.ranks, examine, recipe, self.reference, saved, self.other_checkpoint)
+        return LayoutRun(layout, findings, time.monotonic() - began)
+
+    def judged(self, run: LayoutRun, elsewhere: Differences | str) -> LayoutResult:
+        """``elsewhere``: what one device found that went on from the run's checkpoint, or why it could not."""
+        return judge(run.layout, run.findings, elsewhere, self.reference, self.bounds, run.seconds)
+
+    def _tried(self, layout: Layout, name: str) -> LayoutRun | LayoutResult:
         began = time.monotonic()
         try:
-            return self._run(layout, name, other)
+            return self.run(layout, name)
         except UserError as refusal:
             return refused(layout, str(refusal))
         except RanksFailed as failure:
             return failed(layout, str(failure), time.monotonic() - began)
 
-    def _run(self, layout: Layout, name: str, other: Path | None) -> _Run:
-        began = time.monotonic()
-        recipe = recipe_of_layout(self.recipe, layout, self.precision, self.folder / "run")
-        saved = self.folder / "saved" / name
-        findings = self._on_ranks(layout.ranks, examine, recipe, self.reference, saved, other)
-        return _Run(layout, findings, time.monotonic() - began)
-
-    def _go_on_from_each(self, runs: list[_Run | LayoutResult]) -> dict[int, Differences | str]:
+    def _go_on_from_each(self, runs: list[LayoutRun | LayoutResult]) -> dict[int, Differences | str]:
         """By the run's number, what one device finds that goes on from its checkpoint."""
         checkpoints = {
-            number: run.findings[0].checkpoint
+            number: run.checkpoint
             for number, run in enumerate(runs)
-            if isinstance(run, _Run) and run.findings[0].checkpoint is not None
+            if isinstance(run, LayoutRun) and run.checkpoint is not None
         }
         recipe = recipe_of_layout(self.recipe, ONE_DEVICE, self.precision, self.folder / "run")
+        saved = self.folder / "saved" / "elsewhere"
+        outcome: dict[int, Differences | str]
         try:
-            (found,) = self._on_ranks(
-                1, go_on_from_each, recipe, self.reference, self.folder / "saved" / "elsewhere", checkpoints
-            )
+            (outcome,) = self._on_ranks(1, go_on_from_each, recipe, self.reference, saved, checkpoints)
         except RanksFailed as failure:
             return dict.fromkeys(checkpoints, str(failure))
-        outcome: dict[int, Differences | str] = found
         return outcome
-
-    def _judged(self, run: _Run, elsewhere: Differences | str) -> LayoutResult:
-        return judge(run.layout, run.findings, elsewhere, self.reference, self.bounds, run.seconds)
 
     def _on_ranks(self, world: int, task: Callable[..., Any], *arguments: Any) -> list[Any]:
         return run_on_ranks(world, task, *arguments, timeout_s=self.timeout_s)

@@ -133,6 +133,7 @@ def _small_denoiser(model: ModelRecipe, family: Family, folder: Path) -> dict[st
     typed = {name: _typed_config(encoder.class_name, encoders[name]) for name, encoder in model.text_encoders.items()}
     small = config | DENOISER_SIZES[family.name] | _structure(family.name, config)
     small |= dict(family.widths(small, typed))
+    small = {key: value for key, value in small.items() if value is not None}
     document: dict[str, Any] = {
         "class_name": model.class_name,
         "config": small,
@@ -235,11 +236,12 @@ def _small_vision_language_config(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resized(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """A config of transformers with ``sizes`` in the place of its own, where it has them."""
+    """A config of transformers with ``sizes`` in the place of its own, where it has them.
+
+    What is None is left out, as in a recipe's TOML: it is what the classes have for keys that are not given.
+    """
     resized = {
-        key: sizes[key] if key in sizes and value is not None else value
-        for key, value in config.items()
-        if key not in NOT_OF_THE_MODEL
+        key: sizes.get(key, value) for key, value in config.items() if key not in NOT_OF_THE_MODEL and value is not None
     }
     if resized.get("layer_types"):
         resized["layer_types"] = resized["layer_types"][: resized["num_hidden_layers"]]

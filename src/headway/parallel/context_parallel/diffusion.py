@@ -92,8 +92,7 @@ def apply_context_parallel_diffusion(
 
     All ranks must give it the same whole inputs and compute the same from its whole output; gradients of parameters
     are then parts that sum up over ``cp``. Of a pipeline's stages only the ``first`` splits the tokens and only the
-    ``last`` gathers them; each is given positions and latents whole, and where it cannot see how long the text is,
-    ``streams`` in the dictionary for attention.
+    ``last`` gathers them; each is given the same arguments, from which positions and lengths are read.
     """
     denoiser = DENOISERS[type(transformer).__name__]
     ranks = ContextRanks.of(cp)
@@ -133,12 +132,11 @@ class _Boundaries:
     def count_streams(self, transformer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Tell attention how many tokens there are, before anything is split."""
         named = dict(zip(self._names, arguments, strict=False)) | keywords
+        self._streams = self._denoiser.streams(transformer.config, named)
         name = self._denoiser.keyword
-        for_attention = dict(named.get(name) or {}) if name is not None else {}
-        if "streams" not in for_attention:
-            for_attention["streams"] = self._denoiser.streams(transformer.config, named)
-        self._streams = for_attention["streams"]
-        return None if name is None else (arguments, keywords | {name: for_attention})
+        if name is None:
+            return None
+        return arguments, keywords | {name: (named.get(name) or {}) | {"streams": self._streams}}
 
     def splitting_inputs(self, module: nn.Module, inputs: Mapping[str, ContextParallelInput]) -> Callable[..., Any]:
         """A pre-hook of ``module`` that leaves it this rank's tokens of the arguments named."""

@@ -1,0 +1,64 @@
+"""A check bites: every fault of ``layout_faults`` is found, by what it does, and no layout is wrong without one."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headway.check import LayoutResult, parse_layouts, shrunk
+from headway.check.checking import Check
+from headway.recipe import Recipe, load_recipe
+from layout_faults import FAULTS, Fault
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+RECIPES = {
+    "decoder": ("qwen3-8b", ["optim.kind=adamw", "model.config={tie_word_embeddings = true}"]),
+    "documents": ("llama-3.1-8b", ["data.packing=false"]),
+    "experts": ("qwen3-30b-a3b", []),
+    "video": ("wan-14b-video", []),
+}
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Check]:
+    """The reference and one device for a recipe, made without any fault."""
+    made: dict[str, Check] = {}
+
+    def check(name: str) -> Check:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = Check(small(name, folder), "float32", folder, timeout_s=120)
+        return made[name]
+
+    return check
+
+
+def small(name: str, folder: Path) -> Recipe:
+    example, overrides = RECIPES[name]
+    return shrunk(load_recipe(EXAMPLES / f"{example}.toml", overrides), folder / "shrunk")
+
+
+WITHOUT_FAULT = sorted({(fault.model, fault.layout) for fault in FAULTS})
+
+
+@pytest.mark.parametrize(("model", "layout"), WITHOUT_FAULT)
+def test_a_layout_without_a_fault_passes(model: str, layout: str, checks: Callable[[str], Check]) -> None:
+    result = judged(checks(model), layout)
+    assert result.passed, result.reason
+    assert result.first_difference is None
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.plant.__name__}-{fault.layout}")
+def test_a_fault_is_found(fault: Fault, checks: Callable[[str], Check], monkeypatch: pytest.MonkeyPatch) -> None:
+    check = checks(fault.model)
+    fault.plant(monkeypatch)
+    result = judged(check, fault.layout)
+    assert result.passed is False
+    assert result.reason is not None
+    assert fault.shows in result.reason
+
+
+def judged(check: Check, name: str) -> LayoutResult:
+    """The verdict on a layout, from its own ranks alone: they have gone on from the checkpoint of one device."""
+    (layout,) = parse_layouts(name)
+    return check.judged(check.run(layout, "layout"), elsewhere={})
