@@ -75,8 +75,7 @@ class Pipeline:
         """Each micro-batch's output where the last stage is, nothing elsewhere; of any number of micro-batches."""
         if len(batches) not in self._forwards:
             self._forwards[len(batches)] = ForwardOnly(self._runners, len(batches), self._plan)
-        self._run(self._forwards[len(batches)], batches, predict or self._predict, trains=False)
-        return [output for runner in self._runners for output in runner.output_chunks]
+        return self._run(self._forwards[len(batches)], batches, predict or self._predict, trains=False)
 
     def losses(self, batches: list[Any]) -> list[Tensor]:
         """Each micro-batch's loss without gradients where the last stage is, and zeros elsewhere."""
@@ -98,16 +97,21 @@ class Pipeline:
             dist.broadcast(output, group=group, group_src=last)
         return outputs
 
-    def _run(self, schedule: Any, batches: list[Any], predict: Predict, trains: bool) -> None:
+    def _run(self, schedule: Any, batches: list[Any], predict: Predict, trains: bool) -> list[Tensor]:
+        """Outputs, where the last stage is and nothing trains."""
         edges = [self._staged.split.edges(predict, batch) for batch in batches]
         shapes = [on_this_rank(edge, self._dtype, self._sequence_shards) for edge in edges]
         for runner in self._runners:
-            runner.clear_runtime_states()
             runner.has_backward = trains
             runner.predict = predict
             runner.expect(shapes)
-        schedule._step_microbatches(
-            kwarg_mbs=[{"batch": batch} for batch in batches],
-            target_mbs=batches if trains else None,
-            return_outputs=not trains,
-        )
+        try:
+            schedule._step_microbatches(
+                kwarg_mbs=[{"batch": batch} for batch in batches],
+                target_mbs=batches if trains else None,
+                return_outputs=not trains,
+            )
+            return [output for runner in self._runners for output in runner.output_chunks]
+        finally:
+            for runner in self._runners:
+                runner.clear_runtime_states()

@@ -61,7 +61,7 @@ class StageRunner(_PipelineStageBase):
         self._shapes = shapes
 
     def clear_runtime_states(self) -> None:
-        """Before a step: forget what an interrupted one may have left."""
+        """After a step: keep no micro-batch alive."""
         for kept in (self.fwd_cache, self.bwd_cache, self.backward_state, self._received, self._gradients):
             kept.clear()
         self.output_chunks.clear()

@@ -41,7 +41,8 @@ class StagedModel:
     def hand_over(self, masters: Masters) -> None:
         """Give the step's gradients to the masters' shards."""
         for parameter, shard in zip(self.parameters().values(), masters.local.values(), strict=True):
-            shard.grad = None if parameter.grad is None else parameter.grad.to_local()  # type: ignore[attr-defined]
+            gradient = parameter.grad
+            shard.grad = None if gradient is None else gradient._local_tensor  # type: ignore[attr-defined]
             parameter.grad = None
 
     def masters_changed(self) -> None:
