@@ -218,3 +218,10 @@ def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_starts(
     run = {"global_batch": 6, "micro_batch": 1}
     for said in run_ranks(world, refusal, recipe_of(kind, data, tmp_path, run=run, layout=layout, data=length)):
         assert message in said
+
+
+def test_selective_checkpointing_under_a_split_backward_is_refused(data: Path, tmp_path: Path) -> None:
+    layout = {"pp": 2, "pp_schedule": "zbv"}
+    memory = {"activation_checkpointing": "selective"}
+    (said, _) = run_ranks(2, refusal, recipe_of("text", data, tmp_path, layout=layout, memory=memory))
+    assert "activation_checkpointing" in said

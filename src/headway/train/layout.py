@@ -135,7 +135,13 @@ def _check(recipe: Recipe, built: BuiltModel, meshes: Meshes, micro_batches: int
     check_context_parallel(main, ring=size.cp_ring, ulysses=size.cp_ulysses, tp=size.tp)
     if size.pp == 1:
         return None
-    return plan_pipeline(layout, built.module, micro_batches=micro_batches, compiled=recipe.run.compile)
+    return plan_pipeline(
+        layout,
+        built.module,
+        micro_batches=micro_batches,
+        compiled=recipe.run.compile,
+        checkpointing=recipe.memory.activation_checkpointing,
+    )
 
 
 def _check_length(recipe: Recipe, size: Sizes) -> None:
