@@ -92,8 +92,8 @@ def test_without_shrink_the_recipes_files_are_needed() -> None:
 
 
 def test_wrong_input_is_told_before_anything_runs() -> None:
-    _, _, error = run(LLAMA, "--shrink", "--layouts", "tq=2")
-    assert "tq is no key of a layout" in str(error)
+    _, _, error = run(LLAMA, "--shrink", "--layouts", "dp_shards=2")
+    assert "did you mean dp_shard?" in str(error)
     _, _, error = run("nowhere.toml", "--shrink")
     assert "no such recipe" in str(error)
     _, _, error = run(LLAMA, "--shrink", "--set", "model.class_name=LlamaForCausalLN")

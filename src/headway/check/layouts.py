@@ -118,7 +118,8 @@ def _kinds(language: bool, experts: bool) -> list[dict[str, Any]]:
         *({"pp": 2, "pp_schedule": schedule} for schedule in ("gpipe", "1f1b", *sorted(SPLIT_IN_TWO))),
     ]
     if language:
-        kinds.insert(4, {"tp": 2, "sequence_parallel": False})
+        # Toys have four heads, and with grouped queries two key-value heads: fewer than four ranks.
+        kinds[4:5] = [{"tp": 2, "sequence_parallel": False}, {"tp": 2}, {"tp": 4}]
     if experts:
         kinds.append({"dp_shard": 2, "ep": 2})
     return kinds

@@ -197,7 +197,9 @@ def _stack(rank: _Rank) -> str:
     deadline = time.monotonic() + 1.0
     while not rank.output(start) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return rank.output(start)
+    lines = rank.output(start).splitlines()
+    own = next((place for place, line in enumerate(lines) if line.endswith(" in _main")), len(lines))
+    return "\n".join(lines[:own])  # below it is what this process did up to the fork
 
 
 def _end(rank: _Rank) -> None:
