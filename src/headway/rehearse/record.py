@@ -193,6 +193,9 @@ class Allocation:
     """As ``allocated_event``; of one that stays: after all others."""
     stays: bool
     """Whether it is still there after the step."""
+    recorded_on: tuple[str, ...] = ()
+    """Lanes for which ``record_stream`` was called: once freed it can't be used again before what they were given until
+    then has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +247,9 @@ class Facts:
     """Elements of the whole model's parameters."""
     trained_parameters: int
     blocks: dict[str, str]
-    """Path of each repeated block that this rank has -> its class."""
+    """Path of each repeated block that this rank has -> its class, in the order of the model."""
+    block_stages: dict[str, int]
+    """Path of each of those blocks -> the stage that it is on."""
     compiled: bool
     """Whether blocks are compiled: the record is of the eager program all the same."""
     compute_dtype: str

@@ -1,0 +1,277 @@
+"""What a rank's step holds in memory: the curve, its peak and what holds it, and whether it fits the device."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.cluster import Cluster
+from headway.rehearse.allocator import ROUND, Block, CachingAllocator, OutOfMemory
+from headway.rehearse.columns import Flags, Integers
+from headway.rehearse.durations import group_on
+from headway.rehearse.program import CPU
+from headway.rehearse.record import BEFORE, Allocation, Record
+from headway.rehearse.simulate import Ranged, RankTimes
+
+GIB = 2**30
+LARGEST_MODULES = 12
+"""Modules that are named as holders of the peak."""
+ALLOCATED_RANGE = (0.97, 1.06)
+"""Bytes that torch's allocator counts over those of the record: workspaces of kernels that no record sees (on CPUs 4 to
+12 % were seen, scratch of gloo included); frees that come earlier."""
+COMPILED_ACTIVATIONS = 0.7
+"""What compiled blocks keep for the backward pass, at least, of what eager ones keep (judgement: the compiler computes
+cheap operators again)."""
+CONTEXT_BYTES = (0.45 * GIB, 0.30 * GIB, 0.60 * GIB)
+"""Of a device's memory, the driver's context and the code of kernels (judgement: 0.3 to 0.6 GiB)."""
+COMMUNICATOR_BYTES = (0.15 * GIB, 0.05 * GIB, 0.40 * GIB)
+"""Buffers of one NCCL communicator of more than one rank (judgement)."""
+USABLE = (0.985, 0.955, 0.995)
+"""Of a device's memory as sold, counted as GiB, what programs get: 79.2 of an H100's 80, 140.4 of an H200's 141, 44.4
+to 45 of an L40S's 48."""
+INTERPRETER_BYTES = (0.55 * GIB, 0.45 * GIB, 0.75 * GIB)
+"""Resident memory of a process that trains on the CPU, without its tensors: Python, torch and the model libraries."""
+PROBABLE = 1.2816
+"""Standard deviations between the middle of a normal distribution and an end of the range that holds four fifths."""
+MODULE_OF_NONE = "(outside of modules)"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What holds a part of the peak."""
+
+    name: str
+    bytes: int
+    count: int
+    """Of allocations."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one rank in a step."""
+
+    rank: int
+    operator: Integers
+    """Of each change of what is held, the operator that is issued next: int64, ``[changes]``."""
+    held: Integers
+    """Bytes after each change: int64, ``[changes]``."""
+    before: int
+    """Bytes when the step begins."""
+    peak_bytes: int
+    peak_operator: int
+    """The operator that was issued next when the peak was reached."""
+    categories: tuple[Holding, ...]
+    """What the peak is held for, largest first; all together are the peak."""
+    modules: tuple[Holding, ...]
+    """The modules (repeated blocks as a whole) that hold most of it."""
+    reserved_bytes: int
+    """That the caching allocator has asked the device for; on the CPU as ``peak_bytes``."""
+    peak: Ranged
+    """Bytes as the Trainer measures them: allocated by torch; on the CPU resident."""
+    needed: Ranged
+    """Bytes of the device: reserved, and what is outside of torch's allocator."""
+    usable: Ranged | None
+    """Bytes of the device that a program gets; None on the CPU, which others use too."""
+
+    @property
+    def out_of_memory_probability(self) -> float | None:
+        """Chance that ``needed`` is more than ``usable``, both taken as normal with the two halves of their ranges."""
+        if self.usable is None:
+            return None
+        room = self.usable.value - self.needed.value
+        if room >= 0:
+            ends = (self.needed.high - self.needed.value, self.usable.value - self.usable.low)
+        else:
+            ends = (self.needed.value - self.needed.low, self.usable.high - self.usable.value)
+        deviation = math.hypot(*ends) / PROBABLE
+        return 0.5 * math.erfc(room / deviation / math.sqrt(2))
+
+
+def memory_of(record: Record, cluster: Cluster, times: RankTimes | None = None, *, expandable: bool = False) -> Memory:
+    """Memory of the step of ``record`` on a device of ``cluster``.
+
+    ``times``: when its operators run, which frees of memory that several streams use wait for; None: they wait for
+    nothing. ``expandable``: whether torch's allocator is set to expandable segments.
+    """
+    on_host = cluster.accelerator.form == CPU
+    held = record.allocations
+    asked = np.array([allocation.bytes for allocation in held], dtype=np.int64)
+    sizes = asked if on_host else -(-asked // ROUND) * ROUND
+    changes, operator, event = _changes(held, sizes)
+    before = int(sizes[[allocation.allocated_event == BEFORE for allocation in held]].sum())
+    curve = before + np.cumsum(changes)
+    highest = int(np.argmax(curve)) if len(curve) else -1
+    peak, at = (int(curve[highest]), int(event[highest])) if highest >= 0 and curve[highest] > before else (before, -1)
+    there = np.array([a.allocated_event <= at and (a.stays or a.freed_event > at) for a in held], dtype=bool)
+    categories = _holdings([allocation.category for allocation in held], sizes, there)
+    activations = sum(holding.bytes for holding in categories if holding.name == "activation")
+    kept = COMPILED_ACTIVATIONS if record.facts.compiled else 1.0
+    low = ALLOCATED_RANGE[0] * (peak - (1 - kept) * activations)
+    allocated = Ranged(float(peak), low, ALLOCATED_RANGE[1] * peak)
+    if on_host:
+        own = Ranged(*INTERPRETER_BYTES)
+        reserved, usable = peak, None
+        allocated = needed = Ranged(*(getattr(own, end) + getattr(allocated, end) for end in ("value", "low", "high")))
+    else:
+        reserved, needed, usable = _on_device(record, cluster, times, allocated, expandable)
+    block_of = _blocks_of({allocation.module for allocation in held}, record.facts.blocks)
+    return Memory(
+        rank=record.facts.rank,
+        operator=operator,
+        held=curve,
+        before=before,
+        peak_bytes=peak,
+        peak_operator=int(operator[highest]) if at >= 0 else 0,
+        categories=categories,
+        modules=_holdings([block_of[allocation.module] for allocation in held], sizes, there)[:LARGEST_MODULES],
+        reserved_bytes=reserved,
+        peak=allocated,
+        needed=needed,
+        usable=usable,
+    )
+
+
+def _changes(held: list[Allocation], sizes: Integers) -> tuple[Integers, Integers, Integers]:
+    """Bytes more or less, operator issued next and event of each change in the step, in the order of the host."""
+    rows = [
+        (allocation.allocated_event, allocation.allocated_at, size)
+        for allocation, size in zip(held, sizes.tolist(), strict=True)
+        if allocation.allocated_event != BEFORE
+    ]
+    rows += [
+        (allocation.freed_event, allocation.freed_at, -size)
+        for allocation, size in zip(held, sizes.tolist(), strict=True)
+        if not allocation.stays
+    ]
+    table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 3)
+    return table[:, 2], table[:, 1], table[:, 0]
+
+
+def _holdings(names: list[str], sizes: Integers, there: Flags) -> tuple[Holding, ...]:
+    total: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for place in np.flatnonzero(there).tolist():
+        total[names[place]] += int(sizes[place])
+        count[names[place]] += 1
+    return tuple(Holding(name, size, count[name]) for name, size in total.most_common())
+
+
+def _blocks_of(modules: set[str], blocks: Collection[str]) -> dict[str, str]:
+    """The repeated block that each module or parameter is of; else its outermost two names."""
+    found = {}
+    for module in modules:
+        parts = module.split(".")
+        paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        found[module] = next((path for path in paths if path in blocks), ".".join(parts[:2]) or MODULE_OF_NONE)
+    return found
+
+
+def _on_device(
+    record: Record, cluster: Cluster, times: RankTimes | None, allocated: Ranged, expandable: bool
+) -> tuple[int, Ranged, Ranged]:
+    """Bytes reserved, and ranges of what the device must have and of what it has."""
+    history = _History(record, times, expandable)
+    reserved = history.play(None)
+    assert reserved is not None
+    context, communicator = Ranged(*CONTEXT_BYTES), Ranged(*COMMUNICATOR_BYTES)
+    several = sum(bool(group_on(cluster, group.ranks).used()) for group in record.groups.values())
+    outside = Ranged(
+        *(getattr(context, end) + several * getattr(communicator, end) for end in ("value", "low", "high"))
+    )
+    usable = Ranged(*USABLE).scaled(cluster.accelerator.memory_gb * GIB)
+    suffices = float(reserved)
+    if reserved + outside.high > usable.low:
+        suffices = history.least_limit(int(allocated.value), reserved)
+    needed = Ranged(
+        suffices + outside.value,
+        allocated.low + outside.low,
+        reserved + outside.high + allocated.high - allocated.value,
+    )
+    return reserved, needed, usable
+
+
+class _History:
+    """What the allocator is asked for from the first step on: optimizer states come after the first passes."""
+
+    def __init__(self, record: Record, times: RankTimes | None, expandable: bool) -> None:
+        self._held = record.allocations
+        self._expandable = expandable
+        self._updates = next(
+            (number for number, operator in enumerate(record.operators) if operator.phase == "optimizer"), 0
+        )
+        self._issued = [] if times is None else times.issued_ns.tolist()
+        self._until = _until(record, times)
+        events = [(one.allocated_event, place) for place, one in enumerate(self._held)]
+        events += [(one.freed_event, -place - 1) for place, one in enumerate(self._held) if not one.stays]
+        self._events = [place for event, place in sorted(events) if event != BEFORE]
+
+    def play(self, limit: int | None) -> int | None:
+        """Bytes reserved by the end of the second step; None: out of memory under ``limit``."""
+        allocator = CachingAllocator(limit=limit, expandable=self._expandable)
+        blocks: dict[int, Block] = {}
+        late = {place for place, one in enumerate(self._held) if one.category in ("optimizer", "gradient")}
+        there = {place: None for place, one in enumerate(self._held) if one.allocated_event == BEFORE}
+        try:
+            self._allocate(allocator, blocks, [place for place in there if place not in late])
+            for _ in self._step(allocator, blocks):
+                self._allocate(allocator, blocks, [place for place in there if place in late])
+            allocator.synchronise()
+            for place in [place for place in blocks if place not in there]:
+                allocator.free(blocks.pop(place))
+            self._allocate(allocator, blocks, [place for place in there if place not in blocks])
+            for _ in self._step(allocator, blocks):
+                pass
+        except OutOfMemory:
+            return None
+        return allocator.peak_reserved
+
+    def least_limit(self, low: int, high: int) -> float:
+        """About the least that can be reserved at most, with what is cached given back when it runs out."""
+        for _ in range(3):
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.play(middle) is not None else (middle, high)
+        return float(high)
+
+    def _allocate(self, allocator: CachingAllocator, blocks: dict[int, Block], places: list[int]) -> None:
+        for place in places:
+            blocks[place] = allocator.allocate(self._held[place].bytes, self._held[place].lane)
+
+    def _step(self, allocator: CachingAllocator, blocks: dict[int, Block]) -> Iterator[None]:
+        """One step; yields once, before the first allocation of the optimizer's update."""
+        held, issued, until, updates = self._held, self._issued, self._until, self._updates
+        updated = False
+        for place in self._events:
+            if place >= 0:
+                one = held[place]
+                if not updated and one.allocated_at >= updates:
+                    updated = True
+                    yield
+                now = issued[one.allocated_at] if one.allocated_at < len(issued) else 0
+                blocks[place] = allocator.allocate(one.bytes, one.lane, now)
+            elif -place - 1 in blocks:
+                allocator.free(blocks.pop(-place - 1), until.get(-place - 1))
+        if not updated:
+            yield
+
+
+def _until(record: Record, times: RankTimes | None) -> dict[int, int]:
+    """For each allocation that other lanes use (``record_stream``): when their work on it ends, in ns."""
+    if times is None:
+        return {}
+    found = {}
+    for place, one in enumerate(record.allocations):
+        ends = [
+            int(times.end_ns[number])
+            for lane in one.recorded_on
+            if (number := _last_on(record, lane, one.freed_at)) is not None
+        ]
+        if ends:
+            found[place] = max(ends)
+    return found
+
+
+def _last_on(record: Record, lane: str, before: int) -> int | None:
+    """The last operator on ``lane`` that was issued before operator ``before``."""
+    return next((number for number in range(before - 1, -1, -1) if record.operators[number].lane == lane), None)
