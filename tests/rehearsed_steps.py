@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from headway.cluster import Cluster, cluster_named
+from headway.rehearse.program import program_of
 from headway.rehearse.record import (
     BEFORE,
     COMPUTE,
@@ -17,6 +18,7 @@ from headway.rehearse.record import (
     Phase,
     Record,
 )
+from headway.rehearse.simulate import Simulation, simulate
 
 
 def exact_cluster(**host: float) -> Cluster:
@@ -37,6 +39,11 @@ def exact_cluster(**host: float) -> Cluster:
         level["gb_per_s_unidirectional"] = 1.0
         level["achieved"] |= exact | {"in_network_efficiency": None}
     return Cluster.model_validate(known)
+
+
+def played(records: list[Record], cluster: Cluster) -> Simulation:
+    """``records`` on ``cluster``, without a range."""
+    return simulate([program_of(record, cluster) for record in records], ranges=False)
 
 
 class Step:

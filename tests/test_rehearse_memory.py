@@ -7,11 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headway.cluster import Cluster
 from headway.rehearse.allocator import CachingAllocator, OutOfMemory
 from headway.rehearse.memory import Memory, memory_of
-from headway.rehearse.record import COMPUTE
-from headway.rehearse.simulate import Ranged, simulate
-from rehearsed_steps import Step, exact_cluster
+from headway.rehearse.record import COMPUTE, Record
+from headway.rehearse.simulate import Ranged
+from rehearsed_steps import Step, exact_cluster, played
 
 MIB = 2**20
 moderate = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
@@ -162,6 +163,10 @@ def test_a_limit_that_was_never_reached_changes_nothing(items):
 # A step
 
 
+def remembered(record: Record, cluster: Cluster) -> Memory:
+    return memory_of(record.allocations, played([record], cluster).ranks[0], cluster)
+
+
 def example() -> Step:
     """100 MiB of weights, two blocks whose activations of 30 MiB each wait for the backward pass, gradients at last."""
     step = Step()
@@ -182,7 +187,7 @@ def example() -> Step:
 
 
 def test_the_peak_and_what_holds_it():
-    memory = memory_of(example().record(), exact_cluster())
+    memory = remembered(example().record(), exact_cluster())
     assert memory.before == 100 * MIB
     assert memory.peak_bytes == 168 * MIB
     assert memory.peak_operator == 2
@@ -202,7 +207,7 @@ def test_the_cpu_holds_what_is_asked_for_and_the_interpreter():
     step = example()
     odd = step.allocate(1001, "temporary")
     step.free(odd)
-    memory = memory_of(step.record(), cpu)
+    memory = remembered(step.record(), cpu)
     assert memory.peak_bytes == 168 * MIB
     assert memory.peak.value > 168 * MIB + 0.4 * 2**30
     assert memory.out_of_memory_probability is None
@@ -219,8 +224,7 @@ def test_memory_that_other_lanes_use_is_kept_until_they_have_ended():
         step.free(step.allocate(30 * MIB))
         record = step.record()
         record.allocations = [replace(one, recorded_on=recorded) for one in record.allocations]
-        times = simulate([record], exact_cluster(), ranges=False).ranks[0]
-        return memory_of(record, exact_cluster(), times).reserved_bytes
+        return remembered(record, exact_cluster()).reserved_bytes
 
     assert reserved(()) == 30 * MIB
     assert reserved(("fsdp all-gather",)) == 60 * MIB
@@ -229,7 +233,7 @@ def test_memory_that_other_lanes_use_is_kept_until_they_have_ended():
 
 def test_running_out_is_probable_where_more_is_needed_than_there_is():
     def chance(needed: float) -> float:
-        memory = memory_of(example().record(), exact_cluster())
+        memory = remembered(example().record(), exact_cluster())
         there = Ranged(79.0, 77.0, 80.0)
         return replace(memory, needed=Ranged(needed, 0.97 * needed, 1.06 * needed), usable=there)
 
@@ -248,9 +252,9 @@ def test_a_step_that_only_fits_without_what_is_cached_is_told_from_one_that_does
     step.run(1)
     for size in range(30, 90, 10):
         step.free(step.allocate(size * MIB))
-    memory: Memory = memory_of(step.record(), exact_cluster())
+    memory: Memory = remembered(step.record(), exact_cluster())
     assert memory.reserved_bytes == sum(range(30, 90, 10)) * MIB
     small = exact_cluster()
     accelerator = small.accelerator.model_copy(update={"memory_gb": 0.8})
-    tight = memory_of(step.record(), small.model_copy(update={"accelerator": accelerator}))
+    tight = remembered(step.record(), small.model_copy(update={"accelerator": accelerator}))
     assert tight.needed.value < memory.needed.value - 100 * MIB

@@ -15,14 +15,14 @@ from headway.rehearse.program import program_of
 from headway.rehearse.record import COMPUTE, Group, Product, Record
 from headway.rehearse.simulate import simulate
 from headway.timeline import Kind, breakdown, read_chrome_trace, write_chrome_trace
-from rehearsed_steps import Step, exact_cluster
+from rehearsed_steps import Step, exact_cluster, played
 
 moderate = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 SHARD = {"shard": Group("shard", tuple(range(8)))}
 
 
 def starts(step: Step, **host: float) -> list[int]:
-    return simulate([step.record()], exact_cluster(**host), ranges=False).ranks[0].start_ns.tolist()
+    return played([step.record()], exact_cluster(**host)).ranks[0].start_ns.tolist()
 
 
 def test_lanes_run_beside_each_other_and_wait_for_what_they_need():
@@ -57,7 +57,7 @@ def test_the_host_launches_nothing_while_it_waits_for_the_device():
     assert starts(step, launch_us=2) == [2_000, 52_000, 62_000, 63_000]
     record = step.record()
     record.host_reads[0] = replace(record.host_reads[0], after=(1,))
-    assert simulate([record], exact_cluster(launch_us=2)).ranks[0].start_ns.tolist() == [2_000, 52_000, 64_000, 66_000]
+    assert played([record], exact_cluster(launch_us=2)).ranks[0].start_ns.tolist() == [2_000, 52_000, 64_000, 66_000]
 
 
 def fsdp_forward(prefetched: bool) -> Step:
@@ -92,7 +92,7 @@ def test_a_communicator_runs_one_collective_after_the_other_whatever_the_stream(
 
 def test_compute_is_slower_beside_communication_and_only_there():
     step = fsdp_forward(prefetched=True)
-    simulation = simulate([step.record()], exact_cluster(slowdown=0.2), ranges=False)
+    simulation = played([step.record()], exact_cluster(slowdown=0.2))
     times = simulation.ranks[0]
     # Gathers of 70 ns run from 0 to 280: 100 ns of each of the first two blocks from 70 on, 10 of the third's.
     computed = (times.end_ns - times.start_ns)[[1, 3, 5, 7]].tolist()
@@ -104,7 +104,7 @@ def test_two_groups_that_use_the_network_at_once_share_it():
     step = Step(world=24, groups=groups)
     step.talk("broadcast", 100, "a", "comm a")
     step.talk("broadcast", 100, "b", "comm b")
-    both = simulate([step.record()], exact_cluster(), ranges=False).ranks[0].end_ns.tolist()
+    both = played([step.record()], exact_cluster()).ranks[0].end_ns.tolist()
     assert both == [200, 200]
     beside = Step(world=24, groups=groups)
     first = beside.talk("broadcast", 100, "a", "comm a")
@@ -146,11 +146,11 @@ def test_the_bubble_of_1f1b_is_that_of_the_formula(places, micro_batches):
 
 def test_a_message_is_there_after_its_transfer_and_no_sooner():
     first, second = one_f_one_b(2, 1, 1_000, 2_000, message=300)
-    times = simulate([second, first], exact_cluster(), ranges=False).ranks
+    times = played([first, second], exact_cluster()).ranks
     # 0: forward to 1,000; message to 1,300; forward to 2,300, backward to 4,300 on 1; message to 4,600; backward.
     assert times[1].start_ns[1] == 1_300
     assert times[0].end_ns.max() == 6_600
-    received = timeline_of(simulate([first, second], exact_cluster())).matching("collective", ["recv"])
+    received = timeline_of(played([first, second], exact_cluster())).matching("collective", ["recv"])
     assert received.sum() == 2
 
 
@@ -160,18 +160,18 @@ def test_a_collective_of_several_stages_starts_when_the_last_of_them_has_come():
     for step, nanoseconds in ((slow, 500), (fast, 100)):
         done = step.run(nanoseconds)
         step.talk("broadcast", 50, "world", COMPUTE, (done,))
-    times = simulate([slow.record(), fast.record()], exact_cluster(), ranges=False).ranks
+    times = played([slow.record(), fast.record()], exact_cluster()).ranks
     assert [one.start_ns[1] for one in times] == [500, 500]
 
 
 def test_records_that_are_not_of_one_step_are_refused():
     first, second = one_f_one_b(2, 2, 10, 10)
     with pytest.raises(ValueError, match="places"):
-        simulate([first], exact_cluster())
+        played([first], exact_cluster())
     second.operators = [operator for operator in second.operators if operator.collective is None]
     second.operators = [replace(operator, after=()) for operator in second.operators]
     with pytest.raises(ValueError, match="wait for each other"):
-        simulate([first, second], exact_cluster())
+        played([first, second], exact_cluster())
 
 
 # Any schedule
@@ -221,7 +221,7 @@ def one_by_one(record: Record, durations: np.ndarray, launch: int) -> list[int]:
 def test_runs_of_operators_end_as_if_they_were_played_one_by_one(items, reads, launch):
     record = step_of(items, reads).record()
     cluster = exact_cluster(launch_us=launch / 1000 or 1e-9)
-    times = simulate([record], cluster, ranges=False).ranks[0]
+    times = played([record], cluster).ranks[0]
     durations = np.rint(program_of(record, cluster).durations.value)
     assert times.end_ns.tolist() == one_by_one(record, durations, launch)
 
@@ -230,7 +230,7 @@ def test_runs_of_operators_end_as_if_they_were_played_one_by_one(items, reads, l
 @given(operators)
 def test_a_step_is_no_shorter_than_any_lane_or_any_path(items):
     record = step_of(items).record()
-    simulation = simulate([record], exact_cluster(), ranges=False)
+    simulation = played([record], exact_cluster())
     times = simulation.ranks[0]
     durations = times.end_ns - times.start_ns
     for lane in LANES:
@@ -266,7 +266,7 @@ def test_a_chain_of_a_compiled_block_is_one_kernel_that_moves_what_goes_in_and_o
         step.run(0, reads=((6, 100), (3, 100)), writes=((7, 100),))
         return step.record()
 
-    eager, compiled = (simulate([chain(kind)], exact_cluster(launch_us=1), ranges=False) for kind in (False, True))
+    eager, compiled = (played([chain(kind)], exact_cluster(launch_us=1)) for kind in (False, True))
     assert (eager.ranks[0].end_ns - eager.ranks[0].start_ns).tolist() == [230, 207, 300, 300]
     # In: 1, 2 and 4. Out: 6, and 3, which is read later too.
     assert (compiled.ranks[0].end_ns - compiled.ranks[0].start_ns).tolist() == [337, 0, 0, 300]
@@ -297,7 +297,7 @@ def test_errors_of_one_source_move_together_and_those_of_several_do_not():
         operator.kind, operator.work = "product", Product(4096, 4096, 4096, 1, "bfloat16")
     for _ in range(10):
         step.run(10**8)
-    simulation = simulate([step.record()], cluster)
+    simulation = simulate([program_of(step.record(), cluster)])
     products, memory = (simulation.errors_ns[source] for source in ("matrix products", "memory-bound operators"))
     rate = cluster.achieved.matrix["bfloat16"].efficiency
     time = sum(simulation.ranks[0].end_ns[:10] - simulation.ranks[0].start_ns[:10])
@@ -314,7 +314,7 @@ def test_float32_products_are_charged_where_no_rate_of_theirs_is_known():
     for dtype in ("bfloat16", "float32", "float8_e4m3fn"):
         operator = step.operators[step.run(0)]
         operator.kind, operator.work = "product", Product(4096, 4096, 4096, 1, dtype)
-    times = simulate([step.record()], cluster_named("dgx-h100")).ranks[0]
+    times = played([step.record()], cluster_named("dgx-h100")).ranks[0]
     brain, single, eight = (times.end_ns - times.start_ns).tolist()
     assert 10 < single / brain < 15
     assert eight < brain
@@ -328,7 +328,7 @@ def test_more_ranks_than_devices_are_refused():
     cluster = cluster_named("dgx-h100")
     node = cluster.model_copy(update={"levels": cluster.levels[:1]})
     with pytest.raises(UserError, match="joins 8 devices and 16"):
-        simulate([record], node)
+        played([record], node)
 
 
 def test_a_predicted_timeline_is_written_and_read_like_a_measured_one(tmp_path):

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from headway.rehearse.allocator import ROUND, Block, CachingAllocator, OutOfMemo
 from headway.rehearse.columns import Flags, Integers
 from headway.rehearse.durations import group_on
 from headway.rehearse.program import CPU
-from headway.rehearse.record import BEFORE, Allocation, Record
+from headway.rehearse.record import BEFORE, Allocation
 from headway.rehearse.simulate import Ranged, RankTimes
 
 GIB = 2**30
@@ -89,14 +89,14 @@ class Memory:
         return 0.5 * math.erfc(room / deviation / math.sqrt(2))
 
 
-def memory_of(record: Record, cluster: Cluster, times: RankTimes | None = None, *, expandable: bool = False) -> Memory:
-    """Memory of the step of ``record`` on a device of ``cluster``.
+def memory_of(held: Sequence[Allocation], times: RankTimes, cluster: Cluster, *, expandable: bool = False) -> Memory:
+    """Memory of a step on a device of ``cluster``.
 
-    ``times``: when its operators run, which frees of memory that several streams use wait for; None: they wait for
-    nothing. ``expandable``: whether torch's allocator is set to expandable segments.
+    ``held``: the ``allocations`` of the record of which ``times`` are. ``expandable``: whether torch's allocator is set
+    to expandable segments.
     """
+    facts = times.program.facts
     on_host = cluster.accelerator.form == CPU
-    held = record.allocations
     asked = np.array([allocation.bytes for allocation in held], dtype=np.int64)
     sizes = asked if on_host else -(-asked // ROUND) * ROUND
     changes, operator, event = _changes(held, sizes)
@@ -107,7 +107,7 @@ def memory_of(record: Record, cluster: Cluster, times: RankTimes | None = None, 
     there = np.array([a.allocated_event <= at and (a.stays or a.freed_event > at) for a in held], dtype=bool)
     categories = _holdings([allocation.category for allocation in held], sizes, there)
     activations = sum(holding.bytes for holding in categories if holding.name == "activation")
-    kept = COMPILED_ACTIVATIONS if record.facts.compiled else 1.0
+    kept = COMPILED_ACTIVATIONS if facts.compiled else 1.0
     low = ALLOCATED_RANGE[0] * (peak - (1 - kept) * activations)
     allocated = Ranged(float(peak), low, ALLOCATED_RANGE[1] * peak)
     if on_host:
@@ -115,10 +115,10 @@ def memory_of(record: Record, cluster: Cluster, times: RankTimes | None = None, 
         reserved, usable = peak, None
         allocated = needed = Ranged(*(getattr(own, end) + getattr(allocated, end) for end in ("value", "low", "high")))
     else:
-        reserved, needed, usable = _on_device(record, cluster, times, allocated, expandable)
-    block_of = _blocks_of({allocation.module for allocation in held}, record.facts.blocks)
+        reserved, needed, usable = _on_device(held, times, cluster, allocated, expandable)
+    block_of = _blocks_of({allocation.module for allocation in held}, facts.blocks)
     return Memory(
-        rank=record.facts.rank,
+        rank=facts.rank,
         operator=operator,
         held=curve,
         before=before,
@@ -133,7 +133,7 @@ def memory_of(record: Record, cluster: Cluster, times: RankTimes | None = None, 
     )
 
 
-def _changes(held: list[Allocation], sizes: Integers) -> tuple[Integers, Integers, Integers]:
+def _changes(held: Sequence[Allocation], sizes: Integers) -> tuple[Integers, Integers, Integers]:
     """Bytes more or less, operator issued next and event of each change in the step, in the order of the host."""
     rows = [
         (allocation.allocated_event, allocation.allocated_at, size)
@@ -169,14 +169,14 @@ def _blocks_of(modules: set[str], blocks: Collection[str]) -> dict[str, str]:
 
 
 def _on_device(
-    record: Record, cluster: Cluster, times: RankTimes | None, allocated: Ranged, expandable: bool
+    held: Sequence[Allocation], times: RankTimes, cluster: Cluster, allocated: Ranged, expandable: bool
 ) -> tuple[int, Ranged, Ranged]:
     """Bytes reserved, and ranges of what the device must have and of what it has."""
-    history = _History(record, times, expandable)
+    history = _History(held, times, expandable)
     reserved = history.play(None)
     assert reserved is not None
     context, communicator = Ranged(*CONTEXT_BYTES), Ranged(*COMMUNICATOR_BYTES)
-    several = sum(bool(group_on(cluster, group.ranks).used()) for group in record.groups.values())
+    several = sum(bool(group_on(cluster, group.ranks).used()) for group in times.program.groups.values())
     outside = Ranged(
         *(getattr(context, end) + several * getattr(communicator, end) for end in ("value", "low", "high"))
     )
@@ -195,14 +195,14 @@ def _on_device(
 class _History:
     """What the allocator is asked for from the first step on: optimizer states come after the first passes."""
 
-    def __init__(self, record: Record, times: RankTimes | None, expandable: bool) -> None:
-        self._held = record.allocations
+    def __init__(self, held: Sequence[Allocation], times: RankTimes, expandable: bool) -> None:
+        self._held = held
         self._expandable = expandable
-        self._updates = next(
-            (number for number, operator in enumerate(record.operators) if operator.phase == "optimizer"), 0
-        )
-        self._issued = [] if times is None else times.issued_ns.tolist()
-        self._until = _until(record, times)
+        columns = times.program.columns
+        updates = columns.phase == columns.strings.get("optimizer", -1)
+        self._updates = int(np.argmax(updates)) if updates.any() else 0
+        self._issued = times.issued_ns.tolist()
+        self._until = _until(held, times)
         events = [(one.allocated_event, place) for place, one in enumerate(self._held)]
         events += [(one.freed_event, -place - 1) for place, one in enumerate(self._held) if not one.stays]
         self._events = [place for event, place in sorted(events) if event != BEFORE]
@@ -256,22 +256,13 @@ class _History:
             yield
 
 
-def _until(record: Record, times: RankTimes | None) -> dict[int, int]:
+def _until(held: Sequence[Allocation], times: RankTimes) -> dict[int, int]:
     """For each allocation that other lanes use (``record_stream``): when their work on it ends, in ns."""
-    if times is None:
-        return {}
+    columns = times.program.columns
     found = {}
-    for place, one in enumerate(record.allocations):
-        ends = [
-            int(times.end_ns[number])
-            for lane in one.recorded_on
-            if (number := _last_on(record, lane, one.freed_at)) is not None
-        ]
-        if ends:
-            found[place] = max(ends)
+    for place, one in enumerate(held):
+        if one.recorded_on:
+            lanes = [columns.strings[lane] for lane in one.recorded_on if lane in columns.strings]
+            used = np.isin(columns.lane[: one.freed_at], lanes)
+            found[place] = int(times.end_ns[: one.freed_at][used].max(initial=0))
     return found
-
-
-def _last_on(record: Record, lane: str, before: int) -> int | None:
-    """The last operator on ``lane`` that was issued before operator ``before``."""
-    return next((number for number in range(before - 1, -1, -1) if record.operators[number].lane == lane), None)

@@ -1,7 +1,7 @@
 """Playing programs: when each run of operators begins and ends, on one rank or on the ranks of all pipeline stages."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,7 +64,7 @@ def load_of(program: Program, nanoseconds: Integers, launch_ns: float) -> Load:
     return Load(nanoseconds, issued, epochs.tolist(), duration.tolist(), held_back.tolist())
 
 
-def play(programs: list[Program], loads: list[Load]) -> list[Played]:
+def play(programs: Sequence[Program], loads: list[Load]) -> list[Played]:
     """Play one program for each pipeline place. Raises ValueError when they wait for each other for ever.
 
     A rank goes on until it needs a message that is not sent yet, or a meeting at which others have yet to arrive;

@@ -1,6 +1,6 @@
 """What a rehearsed step comes to: time, memory, throughput, where the time goes, and what it was spent on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,8 @@ from headway.cluster import Cluster
 from headway.rehearse.columns import Flags, Integers
 from headway.rehearse.memory import GIB, Memory, memory_of
 from headway.rehearse.predicted_timeline import timeline_of
-from headway.rehearse.record import Record
+from headway.rehearse.program import Program, program_of
+from headway.rehearse.record import Allocation, Facts, Record
 from headway.rehearse.simulate import Ranged, RankTimes, Simulation, simulate
 from headway.timeline import DEVICE_KINDS, Intervals, Kind, Timeline, attributed_ns
 
@@ -59,11 +60,15 @@ class Prediction:
     """Of one recipe on one cluster."""
 
     cluster: Cluster
-    records: tuple[Record, ...]
-    """One of each pipeline place, in their order."""
     simulation: Simulation
+    """Of one rank of each pipeline place."""
     memories: tuple[Memory, ...]
     """Of the same ranks."""
+
+    @property
+    def facts(self) -> Facts:
+        """What the step is of, on the first rank."""
+        return self.simulation.ranks[0].program.facts
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -92,7 +97,7 @@ class Prediction:
 
     def as_json(self) -> dict[str, Any]:
         """The ``prediction`` of ``headway plan`` and ``headway rehearse``."""
-        facts, seconds = self.records[0].facts, self.step_time_s.value
+        facts, seconds = self.facts, self.step_time_s.value
         tflops = facts.model_flops / facts.world / seconds / 1e12
         executed = (facts.model_flops + facts.recomputed_flops) / facts.world / seconds / 1e12
         peak = self.cluster.accelerator.peak_tflops(facts.compute_dtype)
@@ -113,8 +118,8 @@ class Prediction:
         memory = self.memory
         return {
             "cluster": self.cluster.name,
-            "devices": self.records[0].facts.world,
-            "simulated_ranks": [record.facts.rank for record in self.records],
+            "devices": self.facts.world,
+            "simulated_ranks": [times.program.facts.rank for times in self.simulation.ranks],
             "prediction": self.as_json(),
             "breakdown": self.shares.as_json(),
             "errors_s": {source: [down / 1e9, up / 1e9] for source, (down, up) in self.simulation.errors_ns.items()},
@@ -128,23 +133,27 @@ class Prediction:
                 "held_by_module": {holding.name: holding.bytes / GIB for holding in memory.modules},
             },
             "operators": operators_table(self.timeline),
-            "collectives": collectives_table(self.timeline, self.records),
+            "collectives": collectives_table(self.timeline, self.simulation),
         }
 
 
-def predict(records: Sequence[Record], cluster: Cluster, *, expandable_segments: bool = False) -> Prediction:
-    """Predict a step from the records of one rank of each pipeline place.
+def predict(records: Iterable[Record], cluster: Cluster, *, expandable_segments: bool = False) -> Prediction:
+    """Predict a step from the records of one rank of each pipeline place, in the order of the pipeline.
 
-    Raises UserError when the cluster has too few devices or knows no rate of what is computed.
+    Each record is done with before the next is asked for: they are large. Raises UserError when the cluster has too few
+    devices or knows no rate of what is computed.
     """
-    simulation = simulate(records, cluster)
-    ordered = {record.facts.rank: record for record in records}
-    placed = tuple(ordered[times.program.facts.rank] for times in simulation.ranks)
+    programs: list[Program] = []
+    held: list[list[Allocation]] = []
+    for record in records:
+        programs.append(program_of(record, cluster))
+        held.append(record.allocations)
+    simulation = simulate(programs)
     memories = tuple(
-        memory_of(record, cluster, times, expandable=expandable_segments)
-        for record, times in zip(placed, simulation.ranks, strict=True)
+        memory_of(allocations, times, cluster, expandable=expandable_segments)
+        for allocations, times in zip(held, simulation.ranks, strict=True)
     )
-    return Prediction(cluster, placed, simulation, memories)
+    return Prediction(cluster, simulation, memories)
 
 
 def operators_table(timeline: Timeline) -> list[dict[str, Any]]:
@@ -170,9 +179,9 @@ def operators_table(timeline: Timeline) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["time_s"])
 
 
-def collectives_table(timeline: Timeline, records: Sequence[Record]) -> list[dict[str, Any]]:
+def collectives_table(timeline: Timeline, simulation: Simulation) -> list[dict[str, Any]]:
     """Collectives by axis, kind and phase, those that cost most first: how often, bytes, time, and time exposed."""
-    sizes = {key: group.size for record in records for key, group in record.groups.items()}
+    sizes = {key: group.size for times in simulation.ranks for key, group in times.program.groups.items()}
     exposed = np.zeros(len(timeline), dtype=np.int64)
     for rank in timeline.ranks():
         exposed[timeline.rank == rank] = attributed_ns(timeline.of_rank(rank))

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from headway.cluster import Cluster
 from headway.rehearse.columns import Columns, Flags, Integers, columns_of
 from headway.rehearse.compiled_kernels import kernels_of
-from headway.rehearse.durations import Durations, durations
-from headway.rehearse.record import COMPUTE, Collective, Facts, Record
+from headway.rehearse.durations import Durations, check_size, durations
+from headway.rehearse.record import COMPUTE, Collective, Facts, Group, Record
 
 Talk = Literal["none", "alone", "send", "recv", "meeting"]
 """What a run has to do with other ranks: ``alone``: a collective whose ranks have equal roles, so that they all arrive
@@ -47,6 +47,7 @@ class Program:
     """One rank's step. ``order`` holds the numbers of operators, run after run."""
 
     facts: Facts
+    groups: dict[str, Group]
     place: int
     """Among the pipeline's."""
     columns: Columns
@@ -68,7 +69,11 @@ class Program:
 
 
 def program_of(record: Record, cluster: Cluster) -> Program:
-    """Make ``record`` ready to be played on ``cluster``. Raises UserError as :func:`durations`."""
+    """Make ``record`` ready to be played on ``cluster``; it holds nothing of the record's operators.
+
+    Raises UserError when the cluster has too few devices or a rate is not known.
+    """
+    check_size(cluster, record.facts)
     columns = columns_of(record)
     on_host = cluster.accelerator.form == CPU
     names, lane = _lanes(record, columns, on_host)
@@ -89,6 +94,7 @@ def program_of(record: Record, cluster: Cluster) -> Program:
         edges.setdefault(number, set()).add(needed)
     return Program(
         facts=record.facts,
+        groups=record.groups,
         place=_place(record.facts, record.facts.rank),
         columns=columns,
         durations=durations(record, columns, kernels_of(record, columns, before, tied), cluster),

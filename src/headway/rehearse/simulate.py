@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster import Cluster
 from headway.rehearse.columns import Flags, Integers
-from headway.rehearse.durations import BESIDE, HOST, Column, check_size
+from headway.rehearse.durations import BESIDE, HOST, Column
 from headway.rehearse.play import Load, Played, load_of, operator_times, play
-from headway.rehearse.program import Program, program_of
-from headway.rehearse.record import Record
+from headway.rehearse.program import Program
 from headway.timeline import Intervals
 
 LEFT_OUT = 0.06
@@ -71,18 +69,15 @@ class Simulation:
     """By source, how much shorter and longer the step is at the ends of its range; both are 0 or more."""
 
 
-def simulate(records: Sequence[Record], cluster: Cluster, *, ranges: bool = True) -> Simulation:
-    """Play ``records``, one of each pipeline place (one in all without a pipeline), on ``cluster``.
+def simulate(programs: Sequence[Program], *, ranges: bool = True) -> Simulation:
+    """Play ``programs``, one of each pipeline place (one in all without a pipeline), in the order of the pipeline.
 
-    ``ranges``: False leaves the range at the value and takes a fraction of the time. Raises UserError when the cluster
-    has too few devices or a rate is not known, ValueError when the records are not of one step.
+    ``ranges``: False leaves the range at the value and takes a fraction of the time. Raises ValueError when the
+    programs are not of one step.
     """
-    check_size(cluster, records[0].facts)
-    programs = sorted((program_of(record, cluster) for record in records), key=lambda program: program.place)
-    wanted = list(range(records[0].facts.sizes.get("pp", 1)))
-    if [program.place for program in programs] != wanted:
-        given = [program.place for program in programs]
-        raise ValueError(f"records of pipeline places {wanted} are needed, these are of {given}")
+    given, wanted = [program.place for program in programs], list(range(programs[0].facts.sizes.get("pp", 1)))
+    if given != wanted:
+        raise ValueError(f"programs of pipeline places {wanted} are needed, these are of {given}")
     alone = _play(programs, [program.durations.value for program in programs])
     added = [_beside(program, *times[:2]) for program, _, times in alone]
     values = [program.durations.value + more for program, more in zip(programs, added, strict=True)]
@@ -97,7 +92,7 @@ def simulate(records: Sequence[Record], cluster: Cluster, *, ranges: bool = True
 Times = tuple[Integers, Integers, Integers]
 
 
-def _play(programs: list[Program], durations: list[Column]) -> list[tuple[Program, Played, Times]]:
+def _play(programs: Sequence[Program], durations: list[Column]) -> list[tuple[Program, Played, Times]]:
     loads, played = _played(programs, durations, [float(program.durations.launch.value) for program in programs])
     return [
         (program, result, operator_times(program, load, result))
@@ -105,7 +100,9 @@ def _play(programs: list[Program], durations: list[Column]) -> list[tuple[Progra
     ]
 
 
-def _played(programs: list[Program], durations: list[Column], launches: list[float]) -> tuple[list[Load], list[Played]]:
+def _played(
+    programs: Sequence[Program], durations: list[Column], launches: list[float]
+) -> tuple[list[Load], list[Played]]:
     loads = [
         load_of(program, np.rint(times).astype(np.int64), launch)
         for program, times, launch in zip(programs, durations, launches, strict=True)
@@ -137,7 +134,7 @@ def _beside(program: Program, start: Integers, end: Integers) -> Column:
 
 
 def _errors(
-    programs: list[Program], values: list[Column], added: list[Column], step: int
+    programs: Sequence[Program], values: list[Column], added: list[Column], step: int
 ) -> dict[str, tuple[float, float]]:
     """How much shorter and longer the step is when all times of one source are at the ends of their ranges."""
     errors = {"what the model leaves out": (LEFT_OUT * step, LEFT_OUT * step)}
