@@ -35,8 +35,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from headway.data import Batch, Loader, SampleOrder
 from headway.parallel import Ranks, start_ranks
 from headway.recipe import Recipe, load_recipe, parse_recipe
+from headway.runs.stop import StopSignals
 from headway.train import Assembly, Trainer, assemble
-from headway.train.stop import StopSignals
 from loops.accelerate_loop import AccelerateLoop
 from loops.lightning_loop import LightningLoop
 from loops.raw import RawLoop

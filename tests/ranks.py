@@ -55,7 +55,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
 def _rank_main(
     rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float
 ) -> None:
-    stacks = Path(folder, f"stacks-{rank}").open("w")
+    stacks = Path(folder, f"stacks-{rank}").open("w")  # noqa: SIM115  (the process ends with it open)
     faulthandler.dump_traceback_later(0.95 * timeout_s, file=stacks)
     try:
         torch.set_num_threads(1)

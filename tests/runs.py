@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from headway.parallel import Ranks
 from headway.recipe import Recipe
-from headway.train import read_metrics, run_recipe
+from headway.runs import read_metrics
+from headway.train import run_recipe
 from ranks import fork
 
 DEADLINE_S = 150.0

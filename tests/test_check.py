@@ -12,7 +12,7 @@ from headway.check import LayoutResult, check_recipe, make_layout
 from headway.check.checking import ONE_DEVICE
 from headway.check.examination import Difference, Findings
 from headway.check.reference import Parameter, Reference
-from headway.check.verdict import BOUNDS, judge
+from headway.check.verdict import BOUNDS, judge, refused
 from headway.cli.main import app
 from headway.errors import RunFailed, UserError
 from headway.parallel import Piece
@@ -70,10 +70,9 @@ def test_what_can_not_work_is_refused_and_no_fault() -> None:
     assert "tp=8: layout.tp" in str(error)
     assert "dp_shard=3: run.global_batch" in str(error)
     assert "2 refused" in printed
-    result = check_recipe(load_recipe(Path(LLAMA)), [make_layout(tp=8)], shrink=True)
-    assert result.holds
-    assert result.layouts[1].passed is None
-    assert result.layouts[1].as_json()["grad_error"] is None
+    result = refused(make_layout(tp=8), "it has 4 heads")
+    assert result.passed is None
+    assert result.as_json()["grad_error"] is None
     assert code == 1  # as the runner has it; main makes 2 of a UserError
 
 

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from headway.train.console import RunConsole
+from headway.runs.console import RunConsole
+from headway.runs.summary import RunSummary
 from headway.train.picture_grid import GAP, save_grid
-from headway.train.summary import RunSummary
 
 
 def line(step: int = 4, **values: float | None) -> dict:

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_files import recipe, write_image_folder
-from headway.data import BadRecord, Batch, Loader, Sample, SampleOrder, accumulation, normal, open_sources
+from headway.data import BadRecord, Batch, Loader, Sample, SampleOrder, normal, open_sources
 from headway.errors import UserError
+from headway.recipe import accumulation
 
 SIZE = 23
 

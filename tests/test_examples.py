@@ -24,7 +24,8 @@ from headway.data import open_sources
 from headway.models import BuiltModel, build_model, next_token_logits, vision_language_logits
 from headway.models.families.flux import pack, unpack
 from headway.recipe import Recipe, VisionLanguageRecipe, load_recipe
-from headway.train import newest_good, read_full, read_metrics, read_tokenizers
+from headway.runs import read_metrics
+from headway.train import newest_good, read_full, read_tokenizers
 from headway.train.checkpoint_reading import CheckpointReader
 from headway.train.objectives.vision_language import INPUTS, VisionLanguageCollate, open_processor
 from runs import events, losses, run_to_end

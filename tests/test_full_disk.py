@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from headway.recipe import to_toml
-from headway.train import read_events, read_metrics
+from headway.runs import read_events, read_metrics
+from headway.runs.run_directory import RunDirectory
 from headway.train.metrics import MetricsWriters
-from headway.train.run_directory import RunDirectory
 from runs import losses
+from soak import soak
 from test_launcher import DEADLINE_S, end_what_is_left, start
 from test_run_directory import recipe
 from tiny_recipes import image_folder, image_recipe, text_file, text_recipe
@@ -42,7 +43,7 @@ def fill(disk: Path, pages_left: int = 0) -> Path:
     return filler
 
 
-@pytest.mark.parametrize("pages_left", [0, 3, 5])
+@pytest.mark.parametrize("pages_left", [soak(0), 3, soak(5)])
 def test_a_disk_that_is_full_from_the_start_is_told_in_one_line(
     tmp_path: Path, small_disk: Path, pages_left: int
 ) -> None:
@@ -58,7 +59,7 @@ def test_a_disk_that_is_full_from_the_start_is_told_in_one_line(
     assert "can't be written: No space left on device" in printed.splitlines()[-1]
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", ["1", soak("2")])
 def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_when_there_is_room(
     tmp_path: Path, small_disk: Path, ranks: str
 ) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from headway.recipe import to_toml
-from headway.train import read_metrics
+from headway.runs import read_metrics
 from runs import events, losses
+from soak import soak
 from tiny_recipes import text_file, text_recipe
 
 DEADLINE_S = 120.0
@@ -71,7 +72,7 @@ def signal_at_step(
     return process.returncode, printed
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [soak(signal.SIGTERM), signal.SIGUSR1, soak(signal.SIGINT)])
 def test_a_signal_to_every_process_of_a_job_ends_its_step_and_saves(recipe: Path, number: signal.Signals) -> None:
     """As SLURM sends it: to the launcher, torchrun, the ranks and their data workers. Then the same command goes on."""
     running = start(recipe, "--ranks", "2", "--set", "data.workers=2")
@@ -89,7 +90,7 @@ def test_a_signal_to_every_process_of_a_job_ends_its_step_and_saves(recipe: Path
     assert list(losses(recipe.parent / "run")) == list(range(done + 2))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [soak(signal.SIGTERM), signal.SIGINT])
 def test_one_rank_and_its_workers_stopped_by_a_signal_save(recipe: Path, number: signal.Signals) -> None:
     running = start(recipe, "--set", "data.workers=2")
     code, printed = signal_at_step(running, recipe, 3, number, everywhere=True)
@@ -170,7 +171,7 @@ def test_a_killed_rank_ends_the_run_with_a_clear_line(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "line"),
     [
-        ("layout.dp_replicate=3", "layout.dp_replicate = 3 does not divide the 2 ranks; it can be 1, 2"),
+        soak("layout.dp_replicate=3", "layout.dp_replicate = 3 does not divide the 2 ranks; it can be 1, 2"),
         (
             "model.class_name=Qwen3ForCausalLN",
             "class_name = 'Qwen3ForCausalLN' is no model of diffusers or transformers: "

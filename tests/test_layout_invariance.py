@@ -14,6 +14,7 @@ from headway.parallel import Ranks
 from headway.recipe import Recipe
 from headway.train import Trainer, assemble
 from ranks import run_ranks
+from soak import soak
 from tiny_recipes import image_folder, image_recipe, text_file, text_recipe
 
 
@@ -91,10 +92,16 @@ def references(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        *((layout, "text") for layout in LAYOUTS),
+        ("2 ranks FSDP2, accumulation 2", "image"),
+        *(soak(layout, "image") for layout in LAYOUTS if layout != "2 ranks FSDP2, accumulation 2"),
+    ],
+)
 def test_every_data_parallel_layout_computes_what_one_device_does(
-    kind: str, layout: str, references: dict[str, dict[str, Any]], data: Path, tmp_path: Path
+    layout: str, kind: str, references: dict[str, dict[str, Any]], data: Path, tmp_path: Path
 ) -> None:
     world, run, mesh = LAYOUTS[layout]
     results = run_ranks(world, train, recipe_of(kind, data, tmp_path, run=run, layout=mesh))

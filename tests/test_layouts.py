@@ -10,7 +10,7 @@ import torch.distributed as dist
 from headway.data import Loader, SampleOrder
 from headway.errors import UserError
 from headway.parallel import Ranks
-from headway.recipe import CheckpointRecipe, Recipe
+from headway.recipe import CheckpointRecipe, LayoutRecipe, Recipe, sizes
 from headway.train import Trainer, assemble
 from headway.train.checkpoints import Checkpoints
 from ranks import run_ranks
@@ -86,7 +86,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_of(kind: str, files: Path, directory: Path, **sections: dict[str, Any]) -> Recipe:
-    sections["run"] = {"steps": STEPS, "micro_batch": 2} | sections.get("run", {})
+    sections["run"] = {"steps": STEPS, "micro_batch": 4} | sections.get("run", {})
     if kind == "image":
         return image_recipe(files / "pictures", directory, **sections)
     if kind == "experts":
@@ -148,7 +148,9 @@ def test_every_product_of_axes_computes_what_one_device_does(
     if changed:
         expected = run_ranks(1, train, recipe_of(kind, data, tmp_path / "reference", **changed))[0]
     sections = sections | {"layout": layout | sections.get("layout", {})}
-    outcomes = run_ranks(world, train, recipe_of(kind, data, tmp_path / "run", **sections))
+    data_ranks = sizes(LayoutRecipe(**layout), world).data  # two micro-batches each
+    recipe = recipe_of(kind, data, tmp_path / "run", run={"micro_batch": 4 // data_ranks}, **sections)
+    outcomes = run_ranks(world, train, recipe)
     assert_same(outcomes, expected)
     if kind == "experts":
         for found in outcomes:
@@ -175,7 +177,7 @@ def test_a_run_goes_on_in_any_other_layout(references: dict[str, dict[str, Any]]
     directory = tmp_path / "run"
     outcomes: list[dict[str, Any]] = []
     for step, (world, layout) in enumerate([(4, {"tp": 2, "ep": 2}), (2, {"pp": 2}), (4, {"cp": 2, "ep": 4})]):
-        recipe = recipe_of("experts", data, directory, layout=layout)
+        recipe = recipe_of("experts", data, directory, layout=layout, run={"micro_batch": 2})
         outcomes = run_ranks(world, train_and_save, recipe, range(step, step + 1))
         for found in outcomes:
             assert found["losses"] == pytest.approx(references["experts"]["losses"][step : step + 1], rel=1e-5)
@@ -207,7 +209,7 @@ def refusal(recipe: Recipe) -> str:
             "text",
             2,
             {"tp": 2},
-            "data.sequence_length = 33 is not a multiple of layout.cp x tp = 1 x 2 = 2: set it to 32",
+            "data.sequence_length = 33 is not a multiple of layout.tp = 2: set it to 32",
         ),
     ],
 )

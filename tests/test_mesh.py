@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import UserError
-from headway.parallel import Meshes, sizes
-from headway.recipe import LayoutRecipe
+from headway.parallel import Meshes
+from headway.recipe import LayoutRecipe, sizes
 from ranks import run_ranks
 
 small = st.sampled_from([1, 2, 3, 4])

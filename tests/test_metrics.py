@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from headway.errors import UserError
+from headway.runs.run_directory import RunDirectory, read_events, read_metrics
+from headway.runs.summary import summarise
 from headway.train import metrics, writer_thread
 from headway.train.metrics import METRICS, MetricsWriters, require_installed
-from headway.train.run_directory import RunDirectory, read_events, read_metrics
-from headway.train.summary import summarise
 from headway.train.throughput import StepTimer, peak_memory_gib
 from ranks import run_ranks
 from test_run_directory import recipe

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from headway.recipe import Recipe
-from headway.train import newest_good, read_full, read_metrics, request_stop
+from headway.runs import read_metrics, request_stop
+from headway.train import newest_good, read_full
 from runs import RunningRun, events, losses, run_to_end
+from soak import soak
 from tiny_recipes import image_folder, image_recipe, text_file, text_recipe
 
 
@@ -72,7 +74,7 @@ def stop_after(recipe: Recipe, step: int, world: int = 1) -> None:
     (recipe.run.directory / "stop-request").unlink()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [soak(1), 2])
 def test_a_run_stopped_twice_goes_on_as_if_never_stopped(text: Path, tmp_path: Path, world: int) -> None:
     """Shuffled data, stopped in the middle of an epoch, twice in a row."""
     expected = tmp_path / "expected"
@@ -196,7 +198,7 @@ def left_behind(directory: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [soak(1), 2])
 def test_a_complete_run_started_again_says_so_and_does_nothing(pictures: Path, tmp_path: Path, world: int) -> None:
     recipe = image_run(
         pictures,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from headway.errors import RunFailed, UserError
 from headway.recipe import Recipe, load_recipe, parse_recipe
-from headway.train.json_lines import append_line, encode_line, read_lines
-from headway.train.run_directory import RunDirectory, differences, read_events, read_metrics
+from headway.runs.json_lines import append_line, encode_line, read_lines
+from headway.runs.run_directory import RunDirectory, differences, read_events, read_metrics
 from ranks import fork, run_ranks
 
 

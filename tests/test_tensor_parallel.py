@@ -38,6 +38,7 @@ from headway.parallel.tensor_parallel import apply_tensor_parallel, check_tensor
 from headway.parallel.tensor_parallel_styles import Part
 from headway.recipe import LoraRecipe, ModelRecipe
 from ranks import run_ranks
+from soak import soak
 
 CPU = torch.device("cpu")
 
@@ -77,7 +78,7 @@ def assert_divided_like_one(name: str, **layout: Any) -> None:
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", [*DENOISERS, "adapted flux"])
+@pytest.mark.parametrize("name", [*DENOISERS, soak("adapted flux")])
 def test_a_denoiser_takes_the_step_of_one_process(name: str) -> None:
     """Norms over heads and across them, packed projections, adapters; accumulated micro-batches, recomputed blocks."""
     assert_divided_like_one(name, tp=2, checkpointing="full")
@@ -100,7 +101,7 @@ def test_a_decoder_takes_it_with_whole_activations_too(name: str) -> None:
     assert_divided_like_one(name, tp=2)
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["flux", soak("wan"), "llama", "qwen3_moe"])
 def test_two_axes_take_it_together(name: str) -> None:
     """Sharded over data-parallel ranks too: two micro-batches a rank, gradients reduced after the second."""
     assert_divided_like_one(name, tp=2, data=2, sequence=True, checkpointing="selective")
@@ -149,7 +150,7 @@ def distance(found: Outcome, exact: Outcome) -> float:
 # What a division leaves as it was
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3 with 1 key-value head", "adapted flux"])
+@pytest.mark.parametrize("name", ["llama", "qwen3 with 1 key-value head", soak("adapted flux")])
 def test_each_rank_fills_its_part_of_the_weights_of_one_process(name: str) -> None:
     """Also of a vocabulary and of packed weights, and under the same names."""
     built = build(RECIPES[name])

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from headway.runs import SIGNALS, pending_request, request_stop
+
 END = signal.SIGHUP
 """What makes torchrun end its ranks at once: no scheduler means anything else by it."""
 GRACE_S = 45.0
@@ -38,8 +40,6 @@ def launch(ranks: int, arguments: list[str], run_directory: Path) -> int:
     ``run_directory`` exists and can be written. SIGTERM, SIGUSR1 and SIGINT ask the ranks to finish their step, save
     and end; a second SIGINT ends them at once. (Schedulers repeat themselves: a second SIGTERM must not end a save.)
     """
-    from headway.train import SIGNALS, pending_request, request_stop
-
     environment = dict(os.environ) | {LAUNCHED: "1"}
     # torchrun would set one thread a rank, with a warning, and leave the other cores idle.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))

@@ -11,7 +11,8 @@ import typer
 from headway.cli.launcher import LAUNCHED, exit_code, launch
 from headway.cli.recipe_show import Overrides, RecipeFile
 from headway.errors import RunFailed, UserError
-from headway.recipe import Recipe, load_recipe
+from headway.recipe import Recipe, accumulation, load_recipe, sizes
+from headway.runs import RunConsole, RunDirectory, clear_request, sample_name, summarise
 
 OTHER_RANKS_WAIT_S = 15.0
 """Ranks mostly meet the same error: the first prints it and ends, and torchrun ends the others before they do."""
@@ -34,10 +35,6 @@ def train(
     --nproc-per-node 8 --no-python headway train RECIPE
     """
     resolved = load_recipe(recipe, overrides or ())
-    from headway.data import accumulation
-    from headway.parallel import sizes
-    from headway.train import RunDirectory, clear_request
-
     if "RANK" in os.environ:
         missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -47,8 +44,8 @@ def train(
         if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
             clear_request(resolved.run.directory)
         raise typer.Exit(_as_one_rank(resolved))
-    sizes(resolved.layout, ranks)
-    accumulation(resolved.run.global_batch, resolved.run.micro_batch, ranks)
+    data_ranks = sizes(resolved.layout, ranks).data
+    accumulation(resolved.run.global_batch, resolved.run.micro_batch, data_ranks)
     RunDirectory(resolved.run.directory).create()
     clear_request(resolved.run.directory)
     if ranks == 1:
@@ -79,15 +76,14 @@ def _as_one_rank(recipe: Recipe) -> int:
 
 def _finish(recipe: Recipe, export: bool) -> None:
     """Export if asked, then show what the run came to."""
-    from headway.cli.export import export_run
-    from headway.train import RunConsole, RunDirectory, sample_name, summarise
-
     directory = recipe.run.directory
     paths = {"run": str(directory)}
     samples = RunDirectory(directory).newest_samples()
     if samples is not None:
         paths["samples"] = str(samples)
     if export:
+        from headway.cli.export import export_run
+
         folder = directory / "export"
         shutil.rmtree(folder, ignore_errors=True)
         decay = max(recipe.ema.decays, default=None)

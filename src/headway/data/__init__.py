@@ -1,6 +1,6 @@
 """Sources, global order, loader, tokens, counter-based randomness."""
 
-from headway.data.loader import Collate, Loader, accumulation
+from headway.data.loader import Collate, Loader
 from headway.data.open import open_sources
 from headway.data.order import SampleOrder
 from headway.data.randomness import normal, normals, uniform
@@ -19,7 +19,6 @@ __all__ = [
     "Source",
     "Tokenizer",
     "UnfitSample",
-    "accumulation",
     "captions_of",
     "normal",
     "normals",

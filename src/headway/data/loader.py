@@ -21,24 +21,12 @@ from headway.data.order import SampleOrder
 from headway.data.sample import BadRecord, Batch, Sample, UnfitSample
 from headway.data.source import Source
 from headway.errors import UserError
+from headway.recipe import accumulation
 
 Collate = Callable[[list[Sample], list[int], int], dict[str, torch.Tensor]]
 """(samples, their positions, step) -> tensors, samples along dimension 0. Runs in the workers: it can be pickled.
 
 It may raise UnfitSample, and is then called again with a blank sample in that place."""
-
-
-def accumulation(global_batch: int, micro_batch: int, data_world: int) -> int:
-    """Micro-batches of one rank in one step. Raises UserError when the global batch does not divide into them."""
-    unit = micro_batch * data_world
-    if global_batch % unit:
-        below = global_batch // unit * unit
-        nearest = " or ".join(str(value) for value in (below, below + unit) if value)
-        raise UserError(
-            f"run.global_batch = {global_batch} is not a multiple of run.micro_batch x data-parallel ranks = "
-            f"{micro_batch} x {data_world} = {unit}: set run.global_batch to {nearest}, or change run.micro_batch"
-        )
-    return global_batch // unit
 
 
 @dataclass(frozen=True)

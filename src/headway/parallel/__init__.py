@@ -6,7 +6,7 @@ from headway.parallel.bfloat16_on_cpu import emulate_bfloat16_products, has_bflo
 from headway.parallel.compile import compile_blocks
 from headway.parallel.data_parallel import FullyShardedModel, LaidOut, LaidOutWhole, shard
 from headway.parallel.masters import Masters
-from headway.parallel.mesh import Meshes, Sizes, sizes
+from headway.parallel.mesh import Meshes
 from headway.parallel.placement import Piece, holders, pieces
 from headway.parallel.ranks import Ranks, start_ranks
 from headway.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
@@ -21,7 +21,6 @@ __all__ = [
     "Meshes",
     "Piece",
     "Ranks",
-    "Sizes",
     "apply_tensor_parallel",
     "check_tensor_parallel",
     "checkpoint_activations",
@@ -33,6 +32,5 @@ __all__ = [
     "offload_activations",
     "pieces",
     "shard",
-    "sizes",
     "start_ranks",
 ]

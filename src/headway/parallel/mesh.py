@@ -1,89 +1,10 @@
 """From the recipe's layout to the device meshes of its axes."""
 
-import math
-from dataclasses import dataclass
 from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from headway.errors import UserError
-from headway.recipe import LayoutRecipe
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How many ranks each axis has."""
-
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    cp_ring: int
-    cp_ulysses: int
-    tp: int
-    ep: int
-
-    @property
-    def cp(self) -> int:
-        """Ranks that share one sequence."""
-        return self.cp_ring * self.cp_ulysses
-
-    @property
-    def data(self) -> int:
-        """Ranks with batches of their own."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def stage(self) -> int:
-        """Ranks of one pipeline stage."""
-        return self.data * self.cp * self.tp
-
-
-def sizes(layout: LayoutRecipe, world: int) -> Sizes:
-    """The axes' sizes over ``world`` ranks.
-
-    Raises UserError when they do not multiply to ``world``, or when experts' ranks are not among those of a replica.
-    """
-    axes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "cp": layout.cp, "tp": layout.tp}
-    fixed = math.prod(axes.values())
-    if layout.dp_shard == "auto":
-        if world % fixed:
-            raise UserError(f"{_product(axes)} does not divide the {world} ranks; it can be {_divisors(world)}")
-        shard = world // fixed
-    else:
-        shard = layout.dp_shard
-        if fixed * shard != world:
-            raise UserError(
-                f"{_product(axes | {'dp_shard': shard})}, but the run has {world} ranks: start {fixed * shard} ranks, "
-                'or set layout.dp_shard = "auto"'
-            )
-    ulysses = {"ulysses": layout.cp, "ring": 1, "both": layout.cp_ulysses or 1}[layout.cp_kind]
-    sharing = shard * layout.cp * layout.tp
-    if sharing % layout.ep:
-        raise UserError(
-            f"layout.ep = {layout.ep} does not divide dp_shard x cp x tp = {sharing}: experts are shared by ranks of "
-            f"one replica; layout.ep can be {_divisors(sharing)}"
-        )
-    return Sizes(
-        pp=layout.pp,
-        dp_replicate=layout.dp_replicate,
-        dp_shard=shard,
-        cp_ring=layout.cp // ulysses,
-        cp_ulysses=ulysses,
-        tp=layout.tp,
-        ep=layout.ep,
-    )
-
-
-def _product(axes: dict[str, int]) -> str:
-    """``layout.cp x tp = 2 x 4 = 8``, of the axes with more than one rank."""
-    several = {name: size for name, size in axes.items() if size > 1} or {"dp_shard": 1}
-    factors = " x ".join(map(str, several.values()))
-    result = f" = {math.prod(several.values())}" if len(several) > 1 else ""
-    return f"layout.{' x '.join(several)} = {factors}{result}"
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+from headway.recipe import LayoutRecipe, sizes
 
 
 class Meshes:

@@ -22,6 +22,7 @@ from headway.recipe.schema import (
     VisionLanguageRecipe,
 )
 from headway.recipe.show import to_toml
+from headway.recipe.sizes import Sizes, accumulation, sizes
 
 __all__ = [
     "CheckpointRecipe",
@@ -40,10 +41,13 @@ __all__ = [
     "Recipe",
     "RunRecipe",
     "SampleRecipe",
+    "Sizes",
     "TextEncoderRecipe",
     "VisionLanguageRecipe",
+    "accumulation",
     "known_keys",
     "load_recipe",
     "parse_recipe",
+    "sizes",
     "to_toml",
 ]

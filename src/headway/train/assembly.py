@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.data import Batch, Collate, Source, Tokenizer, accumulation, open_sources, open_tokenizer
+from headway.data import Batch, Collate, Source, Tokenizer, open_sources, open_tokenizer
 from headway.errors import UserError
 from headway.models import BuiltModel, DenoisingModel, build_model, image_tokens, timestep_shift
 from headway.parallel import Masters, Meshes, Ranks, checkpoint_activations
 from headway.parallel.pipeline import Pipeline
-from headway.recipe import FlowMatchingRecipe, NextTokenRecipe, Recipe, VisionLanguageRecipe
+from headway.recipe import FlowMatchingRecipe, NextTokenRecipe, Recipe, VisionLanguageRecipe, accumulation
 from headway.train.ema import Ema
 from headway.train.flops import MicroBatchFlops
 from headway.train.layout import Layout, lay_out

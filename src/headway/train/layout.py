@@ -6,14 +6,13 @@ from typing import Any
 from torch import nn
 
 from headway.errors import UserError
-from headway.models import BuiltModel
+from headway.models import BuiltModel, find_routers
 from headway.parallel import (
     KEPT_OPERATORS,
     LaidOut,
     LaidOutWhole,
     Meshes,
     Ranks,
-    Sizes,
     apply_tensor_parallel,
     check_tensor_parallel,
     checkpoint_activations,
@@ -32,7 +31,7 @@ from headway.parallel.context_parallel import (
 )
 from headway.parallel.expert_parallel import apply_expert_parallel, check_expert_parallel
 from headway.parallel.pipeline import PipelinePlan, StagedModel, plan_pipeline, split_into_stages
-from headway.recipe import Recipe
+from headway.recipe import Recipe, Sizes
 from headway.train.routing import Routing, routing_of
 
 
@@ -90,6 +89,7 @@ def lay_out(recipe: Recipe, built: BuiltModel, meshes: Meshes, ranks: Ranks, *, 
     if ranks.device.type == "cpu" and in_bfloat16 and not has_bfloat16_instructions():
         emulate_bfloat16_products()
     routing = routing_of(recipe, built.components[0].module, ranks.device, meshes.sizes.cp)
+    mixture = bool(find_routers(built.components[0].module))
     split = split_into_stages(built.module, plan, meshes.stage) if plan is not None else None
     parts = [_Part(built, first=True, last=True)]
     if split is not None:
@@ -101,12 +101,7 @@ def lay_out(recipe: Recipe, built: BuiltModel, meshes: Meshes, ranks: Ranks, *, 
         sequence = _divide(recipe, part, meshes) or sequence
         if routing is not None:
             routing.losses.attach(part.main, part.blocks)
-        kept = KEPT_OPERATORS - RING_OPERATORS if meshes.sizes.cp_ring > 1 else KEPT_OPERATORS
-        checkpoint_activations(part.blocks, recipe.memory.activation_checkpointing, kept)
-        if recipe.memory.offload_activations:
-            offload_activations(part.blocks, pin_memory=ranks.device.type == "cuda")
-        if recipe.run.compile:
-            compile_blocks(part.blocks)
+        _recompute_and_compile(recipe, part, meshes.sizes, pin_memory=ranks.device.type == "cuda", mixture=mixture)
         sharded.append(shard(part.built.module, part.blocks, meshes, recipe.precision, recipe.layout))
         part.built.fill(ranks.device)
     if built.frozen is not None:
@@ -145,12 +140,13 @@ def _check(recipe: Recipe, built: BuiltModel, meshes: Meshes, micro_batches: int
 
 
 def _check_length(recipe: Recipe, size: Sizes) -> None:
-    """Refuses sequences whose tokens, those of one rank of cp, sequence parallelism can't split."""
-    length, unit = recipe.data.sequence_length, size.cp * size.tp
-    if recipe.objective.kind != "flow_matching" and recipe.layout.sequence_parallel and length % unit:
+    """Refuses sequences that sequence parallelism can't split; context parallelism pads them."""
+    length = recipe.data.sequence_length
+    splits = recipe.objective.kind != "flow_matching" and recipe.layout.sequence_parallel and size.cp == 1
+    if splits and length % size.tp:
         raise UserError(
-            f"data.sequence_length = {length} is not a multiple of layout.cp x tp = {size.cp} x {size.tp} = {unit}: "
-            f"set it to {length // unit * unit or unit}, or set layout.sequence_parallel = false"
+            f"data.sequence_length = {length} is not a multiple of layout.tp = {size.tp}: set it to "
+            f"{length // size.tp * size.tp or size.tp}, or set layout.sequence_parallel = false"
         )
 
 
@@ -163,6 +159,26 @@ def _divide(recipe: Recipe, part: _Part, meshes: Meshes) -> SequenceSplit | None
     if size.cp == 1:
         return None
     if part.built.frozen is None:
-        return apply_context_parallel_language(part.main, meshes.cp)
+        return apply_context_parallel_language(
+            part.main, meshes.cp, local_multiple=size.tp if recipe.layout.sequence_parallel else 1
+        )
     apply_context_parallel_diffusion(part.main, meshes.cp, first=part.first, last=part.last)
     return None
+
+
+def _recompute_and_compile(recipe: Recipe, part: _Part, size: Sizes, *, pin_memory: bool, mixture: bool) -> None:
+    """Activation checkpointing, offload and compilation of each block.
+
+    Checkpointing goes inside the compiled block, so that the compiler sees what is recomputed. A ``mixture`` of experts
+    has routers and exchanges that are not compiled, which the compiler can't leave from within checkpointing: its
+    blocks are compiled first, in pieces.
+    """
+    memory = recipe.memory
+    if recipe.run.compile and mixture:
+        compile_blocks(part.blocks)
+    kept = KEPT_OPERATORS - RING_OPERATORS if size.cp_ring > 1 else KEPT_OPERATORS
+    checkpoint_activations(part.blocks, memory.activation_checkpointing, kept)
+    if memory.offload_activations:
+        offload_activations(part.blocks, pin_memory)
+    if recipe.run.compile and not mixture:
+        compile_blocks(part.blocks)

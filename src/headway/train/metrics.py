@@ -15,8 +15,7 @@ from PIL import Image
 
 from headway.errors import UserError
 from headway.recipe import Recipe, to_toml
-from headway.train.json_lines import append_line
-from headway.train.run_directory import RunDirectory
+from headway.runs import RunDirectory, append_line
 from headway.train.writer_thread import CLOSE_TIMEOUT_S, Writer, WriterThread
 
 METRICS = (

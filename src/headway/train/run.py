@@ -12,18 +12,16 @@ import torch.distributed as dist
 from headway.cluster import accelerator_of_device
 from headway.data import Batch, Loader, SampleOrder
 from headway.errors import RunFailed, UserError
-from headway.parallel import Ranks, Sizes
-from headway.recipe import Recipe
+from headway.parallel import Ranks
+from headway.recipe import Recipe, Sizes
+from headway.runs import RunConsole, RunDirectory, StopSignals, clear_request, request_stop, sample_name
 from headway.train.assembly import assemble
 from headway.train.checkpoint_manifest import checkpoint_path, checkpoints_in, problems
 from headway.train.checkpoint_reading import one_line
 from headway.train.checkpoints import Checkpoints
-from headway.train.console import RunConsole
 from headway.train.flops import utilisation
 from headway.train.metrics import MetricsWriters, require_installed
 from headway.train.picture_grid import save_grid
-from headway.train.run_directory import RunDirectory
-from headway.train.stop import StopSignals, clear_request, request_stop
 from headway.train.throughput import StepTimer, peak_memory_gib
 from headway.train.trainer import StepResult, Trainer
 from headway.train.validation import validation_loader
@@ -64,13 +62,6 @@ def run_recipe(recipe: Recipe, ranks: Ranks) -> Outcome:
         run = _Run(recipe, ranks, directory, console, stop)
         with contextlib.closing(run):
             return run.to_its_end()
-
-
-def sample_name(recipe: Recipe) -> str:
-    """What a person calls the samples of a run."""
-    return {"next_token": "sequences", "vision_language": "conversations"}.get(
-        recipe.objective.kind, "images" if recipe.data.frames == 1 else "videos"
-    )
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from headway.data import Source, captions_of, word_tokenizer
 from headway.models import load_tokenizer
 from headway.recipe import ModelRecipe
+from headway.runs import writing
 from headway.train.checkpoint_manifest import checkpoints_in
-from headway.train.json_lines import writing
 
 _FOLDER = "tokenizers"
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from headway.train.run_directory import read_events, read_metrics
+from headway.recipe import Recipe
+from headway.runs.run_directory import read_events, read_metrics
 
 LAST_LINES = 10
 """The last loss is the mean of this many lines (or half of all, when they are fewer): one step's loss is noisy."""
@@ -69,3 +70,10 @@ def _known(lines: list[dict[str, Any]], key: str) -> list[float]:
 def _median(lines: list[dict[str, Any]], key: str) -> float | None:
     values = _known(lines, key)
     return median(values) if values else None
+
+
+def sample_name(recipe: Recipe) -> str:
+    """What a person calls the samples of a run."""
+    return {"next_token": "sequences", "vision_language": "conversations"}.get(
+        recipe.objective.kind, "images" if recipe.data.frames == 1 else "videos"
+    )

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from headway.train.summary import RunSummary
+from headway.runs.summary import RunSummary
 
 PLAIN_WIDTH = 240
 """Columns of a file or a pipe: paths stay whole, so that they can be copied."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.errors import UserError
 from headway.recipe import Recipe, load_recipe, to_toml
-from headway.train.json_lines import append_line, drop_torn_line, keep_lines, read_lines, replace_text
+from headway.runs.json_lines import append_line, drop_torn_line, keep_lines, read_lines, replace_text
 
 MAY_CHANGE = (
     "run.steps",
