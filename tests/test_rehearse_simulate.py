@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.cluster import cluster_named
 from headway.errors import UserError
 from headway.rehearse.predicted_timeline import timeline_of
-from headway.rehearse.prediction import predict
+from headway.rehearse.prediction import collectives_table, operators_table, predict
 from headway.rehearse.program import program_of
 from headway.rehearse.record import COMPUTE, Group, Product, Record
 from headway.rehearse.simulate import simulate
@@ -78,6 +78,17 @@ def test_prefetching_hides_all_gathers_but_the_first():
     assert late.shares.exposed_communication == {"dp_shard": pytest.approx(280e-9)}
 
 
+def test_tables_count_what_ran():
+    prediction = predict([fsdp_forward(prefetched=True).record()], exact_cluster())
+    (row,) = collectives_table(prediction.timeline, prediction.simulation)
+    assert (row["axis"], row["collective"], row["ranks"], row["count"]) == ("dp_shard", "all_gather", 8, 4)
+    assert row["gb"] == pytest.approx(4 * 10e-9)  # a rank's eighth of 80 bytes
+    assert (row["time_s"], row["exposed_s"]) == (pytest.approx(280e-9), pytest.approx(70e-9))
+    (kernels,) = operators_table(prediction.timeline)
+    assert (kernels["operator"], kernels["count"], kernels["share"]) == ("aten.copy_.default", 4, 1)
+    assert kernels["gb_moved"] == pytest.approx(400e-9)
+
+
 def test_a_communicator_runs_one_collective_after_the_other_whatever_the_stream():
     step = Step(world=8, groups=SHARD)
     step.talk("all_gather", 70, "shard", "fsdp all-gather")
@@ -126,11 +137,11 @@ def one_f_one_b(places: int, micro_batches: int, forward: int, backward: int, me
         for action in order:
             away, to = (-1, 1) if action == "F" else (1, -1)
             if 0 <= place + away < places:
-                last = (step.talk("recv", message, "pp", "comm pp", last, peer=place + away),)
+                last = (step.talk("recv", message, "pp", f"comm pp from {place + away}", last, peer=place + away),)
             nanoseconds = forward if action == "F" else backward
             last = (step.run(nanoseconds, after=last, phase="forward" if action == "F" else "backward"),)
             if 0 <= place + to < places:
-                step.talk("send", message, "pp", "comm pp", last, peer=place + to)
+                step.talk("send", message, "pp", f"comm pp to {place + to}", last, peer=place + to)
         records.append(step.record())
     return records
 

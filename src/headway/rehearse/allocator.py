@@ -92,8 +92,8 @@ class CachingAllocator:
             pool = self._pools[stream, wanted <= SMALL] = Pool(wanted <= SMALL)
         place = bisect_left(pool.free, (wanted, -1))
         if place < len(pool.free):
-            block = pool.free[place][2]
-            pool.remove(block)
+            block = pool.free.pop(place)[2]
+            block.free = False
         else:
             block = self._new(pool, wanted)
         rest = block.size - wanted

@@ -49,10 +49,6 @@ class Columns:
         """Which operators are of one of ``kinds``."""
         return np.isin(self.kind, [self.strings[kind] for kind in kinds if kind in self.strings])
 
-    def of_collective(self, *kinds: str) -> Flags:
-        """Which operators are a collective of one of ``kinds``."""
-        return self.communicates & np.isin(self.collective, [self.strings.get(kind, -1) for kind in kinds])
-
 
 def columns_of(record: Record) -> Columns:
     """One pass over the operators of ``record``."""

@@ -5,12 +5,13 @@ registers. It may also fuse such a chain into the product before it, and keeps o
 the eager program does: neither is estimated here, so the bytes have a range of their own (``FUSED_RANGE``).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from headway.rehearse.columns import Columns, Flags, Integers
-from headway.rehearse.record import Operator, Record
+from headway.rehearse.record import Access, Operator, Record
 
 FUSED_RANGE = (0.85, 1.25)
 """Bytes of fused kernels over their estimate (judgement): chains that go into products; chains that are cut."""
@@ -76,10 +77,18 @@ def _bytes_of_chain(chain: list[Operator], last: int, last_read: dict[int, int])
     given: dict[int, int] = {}
     made: dict[int, int] = {}
     for operator in chain:
-        for access in operator.reads:
-            if access.storage not in made:
-                given[access.storage] = max(access.bytes, given.get(access.storage, 0))
-        for access in operator.writes:
-            made[access.storage] = max(access.bytes, made.get(access.storage, 0))
+        for storage, size in _by_storage(operator.reads).items():
+            if storage not in made:
+                given[storage] = max(size, given.get(storage, 0))
+        for storage, size in _by_storage(operator.writes).items():
+            made[storage] = max(size, made.get(storage, 0))
     kept = sum(size for storage, size in made.items() if last_read.get(storage, -1) > last or storage in given)
     return sum(given.values()) + kept
+
+
+def _by_storage(accesses: tuple[Access, ...]) -> Counter[int]:
+    """Bytes of each storage: an operator may touch several parts of one."""
+    total: Counter[int] = Counter()
+    for access in accesses:
+        total[access.storage] += access.bytes
+    return total

@@ -25,7 +25,7 @@ from headway.cost import (
     memory_bound,
 )
 from headway.errors import UserError
-from headway.rehearse.columns import Columns, Flags
+from headway.rehearse.columns import Columns, Flags, Integers
 from headway.rehearse.compiled_kernels import FUSED_RANGE, Kernels
 from headway.rehearse.record import Attention, Collective, Facts, Operator, Product, Record
 
@@ -59,6 +59,8 @@ class Durations:
     source: NDArray[np.int8]
     """Place in ``sources``."""
     sources: tuple[str, ...]
+    bytes_moved: Integers
+    """By each kernel, or contributed by this rank to a collective: int64, ``[operators]``."""
     launched: Flags
     """Which operators the host launches."""
     launch: Estimate
@@ -79,6 +81,7 @@ def durations(record: Record, columns: Columns, kernels: Kernels, cluster: Clust
     sources = (PRODUCTS, ATTENTION, MEMORY, FUSION, HOST, BESIDE, *levels)
     times = np.zeros((3, count))
     source = np.zeros(count, dtype=np.int8)
+    moved = kernels.bytes_moved.copy()
     level, sharing = np.full(count, -1, dtype=np.int8), np.zeros(count)
 
     def put(chosen: Any, found: Estimate, name: str) -> None:
@@ -104,6 +107,7 @@ def durations(record: Record, columns: Columns, kernels: Kernels, cluster: Clust
         crossed, found, shared = _communication(cluster, record, call)
         put(chosen, found, levels[crossed] if crossed >= 0 else HOST)
         level[chosen], sharing[chosen] = crossed, shared
+        moved[chosen] = call.bytes // (record.groups[call.group].size if call.kind == "all_gather" else 1)
     rate = cluster.achieved.host.operator_us
     slowdown = cluster.achieved.compute_slowdown
     return Durations(
@@ -112,6 +116,7 @@ def durations(record: Record, columns: Columns, kernels: Kernels, cluster: Clust
         high=times[2],
         source=source,
         sources=sources,
+        bytes_moved=moved,
         launched=kernels.launched,
         launch=Estimate(1e3 * rate.value, 1e3 * rate.low, 1e3 * rate.high),
         slowdown=Estimate(slowdown.value, slowdown.low, slowdown.high),

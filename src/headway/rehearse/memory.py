@@ -57,6 +57,8 @@ class Memory:
     """Of each change of what is held, the operator that is issued next: int64, ``[changes]``."""
     held: Integers
     """Bytes after each change: int64, ``[changes]``."""
+    held_by: dict[str, Integers]
+    """Category -> bytes after each change; together they are ``held``."""
     before: int
     """Bytes when the step begins."""
     peak_bytes: int
@@ -99,8 +101,9 @@ def memory_of(held: Sequence[Allocation], times: RankTimes, cluster: Cluster, *,
     on_host = cluster.accelerator.form == CPU
     asked = np.array([allocation.bytes for allocation in held], dtype=np.int64)
     sizes = asked if on_host else -(-asked // ROUND) * ROUND
-    changes, operator, event = _changes(held, sizes)
-    before = int(sizes[[allocation.allocated_event == BEFORE for allocation in held]].sum())
+    changes, operator, event, whose = _changes(held, sizes)
+    was_there = np.array([allocation.allocated_event == BEFORE for allocation in held], dtype=bool)
+    before = int(sizes[was_there].sum())
     curve = before + np.cumsum(changes)
     highest = int(np.argmax(curve)) if len(curve) else -1
     peak, at = (int(curve[highest]), int(event[highest])) if highest >= 0 and curve[highest] > before else (before, -1)
@@ -121,6 +124,7 @@ def memory_of(held: Sequence[Allocation], times: RankTimes, cluster: Cluster, *,
         rank=facts.rank,
         operator=operator,
         held=curve,
+        held_by=_by_category(held, sizes, was_there, changes, whose),
         before=before,
         peak_bytes=peak,
         peak_operator=int(operator[highest]) if at >= 0 else 0,
@@ -133,20 +137,30 @@ def memory_of(held: Sequence[Allocation], times: RankTimes, cluster: Cluster, *,
     )
 
 
-def _changes(held: Sequence[Allocation], sizes: Integers) -> tuple[Integers, Integers, Integers]:
-    """Bytes more or less, operator issued next and event of each change in the step, in the order of the host."""
+def _changes(held: Sequence[Allocation], sizes: Integers) -> tuple[Integers, Integers, Integers, Integers]:
+    """Bytes more or less, operator issued next, event and allocation of each change, in the order of the host."""
+    numbered = list(enumerate(zip(held, sizes.tolist(), strict=True)))
     rows = [
-        (allocation.allocated_event, allocation.allocated_at, size)
-        for allocation, size in zip(held, sizes.tolist(), strict=True)
-        if allocation.allocated_event != BEFORE
+        (one.allocated_event, one.allocated_at, size, place)
+        for place, (one, size) in numbered
+        if one.allocated_event != BEFORE
     ]
-    rows += [
-        (allocation.freed_event, allocation.freed_at, -size)
-        for allocation, size in zip(held, sizes.tolist(), strict=True)
-        if not allocation.stays
-    ]
-    table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 3)
-    return table[:, 2], table[:, 1], table[:, 0]
+    rows += [(one.freed_event, one.freed_at, -size, place) for place, (one, size) in numbered if not one.stays]
+    event, operator, change, place = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4).T
+    return change, operator, event, place
+
+
+def _by_category(
+    held: Sequence[Allocation], sizes: Integers, was_there: Flags, changes: Integers, whose: Integers
+) -> dict[str, Integers]:
+    """Bytes of each category after each change."""
+    names = sorted({one.category for one in held})
+    category = np.array([names.index(one.category) for one in held], dtype=np.int64)
+    return {
+        name: int(sizes[was_there & (category == place)].sum())
+        + np.cumsum(np.where(category[whose] == place, changes, 0))
+        for place, name in enumerate(names)
+    }
 
 
 def _holdings(names: list[str], sizes: Integers, there: Flags) -> tuple[Holding, ...]:

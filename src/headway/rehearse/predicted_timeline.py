@@ -3,9 +3,8 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from headway.rehearse.columns import Columns
+from headway.rehearse.columns import Integers
 from headway.rehearse.durations import HOST_COPIES
 from headway.rehearse.program import Program
 from headway.rehearse.simulate import RankTimes, Simulation
@@ -61,22 +60,22 @@ def _device(times: RankTimes, place: Any) -> dict[str, Any]:
         "axis": axes[columns.axis[chosen]],
         "collective": columns.collective[chosen],
         "group": columns.group[chosen],
-        "bytes": columns.bytes_moved[chosen],
+        "bytes": program.durations.bytes_moved[chosen],
         "flops": columns.flops[chosen],
         "correlation": chosen,
     }
 
 
-def _names_of_communicators(program: Program, chosen: ArrayLike) -> list[str]:
-    """The lane of each of the collectives ``chosen``: its communicator's; messages in and out are apart."""
-    columns: Columns = program.columns
-    names = []
-    for number in np.asarray(chosen).tolist():
-        group = columns.texts[columns.group[number]]
-        kind = columns.texts[columns.collective[number]]
-        message = f" {program.lane_names[program.lane[number]].rpartition(f' {kind} ')[2]}"
-        names.append(f"communicator {group}" + (f" {kind}{message}" if kind in ("send", "recv") else ""))
-    return names
+def _names_of_communicators(program: Program, chosen: Integers) -> list[str]:
+    """The lane of each of the collectives ``chosen``: its communicator's; a message has a lane of its own."""
+    columns = program.columns
+    messages = np.isin(columns.collective[chosen], [columns.strings.get(kind, -1) for kind in ("send", "recv")])
+    return [
+        program.lane_names[lane] if message else f"communicator {columns.texts[group]}"
+        for lane, group, message in zip(
+            program.lane[chosen].tolist(), columns.group[chosen].tolist(), messages.tolist(), strict=True
+        )
+    ]
 
 
 def _launches(times: RankTimes, place: Any) -> dict[str, Any]:

@@ -42,6 +42,13 @@ class Shares:
         parts = (self.compute, self.recompute, self.optimizer, self.copies, self.bubble, self.host)
         return sum(parts) + sum(self.exposed_communication.values())
 
+    def named(self) -> list[tuple[str, float]]:
+        """The parts by the names that people read, in seconds; those that are nothing left out."""
+        parts = [("compute", self.compute), ("recompute", self.recompute), ("optimizer and norms", self.optimizer)]
+        parts += [(f"communication {axis}", seconds) for axis, seconds in self.exposed_communication.items()]
+        parts += [("copies", self.copies), ("pipeline bubble", self.bubble), ("host", self.host)]
+        return [(name, seconds) for name, seconds in parts if seconds > 0]
+
     def as_json(self) -> dict[str, Any]:
         """As commands write it."""
         return {
@@ -157,7 +164,7 @@ def predict(records: Iterable[Record], cluster: Cluster, *, expandable_segments:
 
 
 def operators_table(timeline: Timeline) -> list[dict[str, Any]]:
-    """Kernels by name and phase, longest first: how often, how long, share of the time of all kernels."""
+    """Kernels of all simulated ranks by name and phase, longest first: how often, how long, share of all kernels."""
     chosen = np.flatnonzero(timeline.kinds(Kind.COMPUTE, Kind.MEMORY))
     keys = np.stack([timeline.name[chosen], timeline.phase[chosen]])
     whole = max(int(timeline.duration_ns[chosen].sum()), 1)
@@ -180,7 +187,10 @@ def operators_table(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def collectives_table(timeline: Timeline, simulation: Simulation) -> list[dict[str, Any]]:
-    """Collectives by axis, kind and phase, those that cost most first: how often, bytes, time, and time exposed."""
+    """Collectives of all simulated ranks by axis, kind and phase, those that cost most first.
+
+    How often, bytes that a rank contributes, time, and time in which nothing computes.
+    """
     sizes = {key: group.size for times in simulation.ranks for key, group in times.program.groups.items()}
     exposed = np.zeros(len(timeline), dtype=np.int64)
     for rank in timeline.ranks():

@@ -80,7 +80,7 @@ def program_of(record: Record, cluster: Cluster) -> Program:
     before = _before_on_lane(lane)
     reads = sorted(record.host_reads, key=lambda read: read.before)
     epoch = np.searchsorted([read.before for read in reads], np.arange(len(columns)), side="right").astype(np.int64)
-    owner, earlier = _edges(record, columns, lane, on_host)
+    owner, earlier = _edges(columns, lane, on_host)
     awaited = np.zeros(len(columns), dtype=bool)
     awaited[earlier] = True
     awaited[[number for read in reads for number in read.after]] = True
@@ -113,22 +113,16 @@ def program_of(record: Record, cluster: Cluster) -> Program:
 def _lanes(record: Record, columns: Columns, on_host: bool) -> tuple[tuple[str, ...], NDArray[np.int32]]:
     """Names of lanes, and which of them each operator runs on.
 
-    Messages of one lane go out and come in beside each other, and each peer's apart: NCCL has a communicator for each
-    pair, or starts a batch of them as one kernel. A host that computes does all itself but what is asynchronous.
+    A host that computes does all itself, one thing after the other, but for what is asynchronous.
     """
     names: dict[str, int] = {}
-    own = [names.setdefault(columns.texts[place], len(names)) for place in columns.lane.tolist()]
-    for number in np.flatnonzero(columns.communicates).tolist():
-        call = record.operators[number].collective
-        assert call is not None
-        if call.kind in ("send", "recv"):
-            lane = f"{record.operators[number].lane} {call.kind} {call.peer}"
-            own[number] = names.setdefault(lane, len(names))
-        elif on_host and not call.asynchronous:
-            own[number] = names.setdefault(COMPUTE, len(names))
-    lane = np.array(own, dtype=np.int32)
+    lane = np.array(
+        [names.setdefault(columns.texts[place], len(names)) for place in columns.lane.tolist()], dtype=np.int32
+    )
     if on_host:
-        lane[~columns.communicates] = names.setdefault(COMPUTE, len(names))
+        calls = [operator.collective for operator in record.operators]
+        own = np.array([call is None or not call.asynchronous for call in calls], dtype=bool)
+        lane[own] = names.setdefault(COMPUTE, len(names))
     return tuple(names), lane
 
 
@@ -141,14 +135,11 @@ def _before_on_lane(lane: NDArray[np.int32]) -> Integers:
     return before
 
 
-def _edges(record: Record, columns: Columns, lane: NDArray[np.int32], on_host: bool) -> tuple[Integers, Integers]:
+def _edges(columns: Columns, lane: NDArray[np.int32], on_host: bool) -> tuple[Integers, Integers]:
     """(operator, one that it waits for) for each wait that its lane does not see to."""
     owner = np.repeat(np.arange(len(columns)), columns.after_count)
     earlier = columns.after
-    messages = columns.of_collective("send", "recv")
-    kept = (lane[owner] != lane[earlier]) & ~(
-        messages[owner] & messages[earlier] & (columns.lane[owner] == columns.lane[earlier])
-    )
+    kept = lane[owner] != lane[earlier]
     owner, earlier = owner[kept], earlier[kept]
     if on_host:
         # What is handed to a thread of its own starts when the host comes to it.
