@@ -114,11 +114,12 @@ def assert_same(outcomes: list[dict[str, Any]], expected: dict[str, Any]) -> Non
         assert relative([together[name] for name in expected[part]], expected[part].values()) < 1e-4
 
 
+OFFLOADED = {"activation_checkpointing": "full", "offload_activations": True}
 LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, dict[str, Any]]]] = [
     ("text", 4, {"tp": 2}, {}),
     ("text", 2, {"tp": 2, "sequence_parallel": False}, {"memory": {"activation_checkpointing": "selective"}}),
     ("text", 4, {"tp": 2, "pp": 2}, {}),
-    ("text", 4, {"tp": 2, "cp": 2}, {"memory": {"activation_checkpointing": "full", "offload_activations": True}}),
+    ("text", 4, {"tp": 2, "cp": 2}, {"memory": OFFLOADED, "data": {"sequence_length": 33}}),
     ("text", 4, {"pp": 2, "cp": 2, "cp_kind": "ring"}, {"memory": {"activation_checkpointing": "full"}}),
     ("text", 4, {"pp": 2, "dp_replicate": 2}, {}),
     ("text", 4, {"cp": 4, "cp_kind": "both", "cp_ulysses": 2}, {"optim": {"kind": "muon"}}),
@@ -144,7 +145,7 @@ def test_every_product_of_axes_computes_what_one_device_does(
     tmp_path: Path,
 ) -> None:
     expected = references[kind]
-    changed = {name: section for name, section in sections.items() if name in ("optim", "objective")}
+    changed = {name: section for name, section in sections.items() if name in ("optim", "objective", "data")}
     if changed:
         expected = run_ranks(1, train, recipe_of(kind, data, tmp_path / "reference", **changed))[0]
     sections = sections | {"layout": layout | sections.get("layout", {})}
