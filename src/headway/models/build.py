@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headway.errors import UserError
 from headway.models.classes import find_class, nearest
-from headway.models.component import Component, build_component
+from headway.models.component import Component, Placeholder, build_component
 from headway.models.diffusion import DenoisingModel
 from headway.models.families import family_of
 from headway.models.frozen import FrozenParts
@@ -70,23 +70,27 @@ def build_model(
     *,
     seed: int,
     tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
+    placeholder: Placeholder | None = None,
 ) -> BuiltModel:
     """Build on the meta device: parameters in ``precision.master``, frozen parts in ``precision.compute``.
 
     ``tokenizers`` holds those made from the captions, by text encoder, for encoders with ``tokenizer = "words"``. Equal
-    seeds give equal initial values in every layout. Raises UserError for whatever in the recipe cannot be built.
+    seeds give equal initial values in every layout. With a ``placeholder`` folders need only have a config.json. Raises
+    UserError for whatever in the recipe cannot be built.
     """
     if issubclass(find_class(recipe.class_name), PreTrainedModel):
-        built = _build_language_model(recipe, precision, seed)
+        built = _build_language_model(recipe, precision, seed, placeholder)
     else:
-        built = _build_diffusion_model(recipe, precision, seed, tokenizers or {})
+        built = _build_diffusion_model(recipe, precision, seed, tokenizers or {}, placeholder)
     _refuse_dropout(built.components[0].module)
     _freeze(built.module, recipe.freeze)
     return built
 
 
-def _build_language_model(recipe: ModelRecipe, precision: PrecisionRecipe, seed: int) -> BuiltModel:
-    component = _trained_component(recipe, precision, seed, attention="sdpa")
+def _build_language_model(
+    recipe: ModelRecipe, precision: PrecisionRecipe, seed: int, placeholder: Placeholder | None
+) -> BuiltModel:
+    component = _trained_component(recipe, precision, seed, placeholder, attention="sdpa")
     family = language_family(component.module)
     if family == "vision_language":
         let_every_rank_see(component.module)
@@ -94,20 +98,24 @@ def _build_language_model(recipe: ModelRecipe, precision: PrecisionRecipe, seed:
 
 
 def _build_diffusion_model(
-    recipe: ModelRecipe, precision: PrecisionRecipe, seed: int, made: Mapping[str, PreTrainedTokenizerBase]
+    recipe: ModelRecipe,
+    precision: PrecisionRecipe,
+    seed: int,
+    made: Mapping[str, PreTrainedTokenizerBase],
+    placeholder: Placeholder | None,
 ) -> BuiltModel:
     family = family_of(recipe.class_name)
     family.check_encoders(list(recipe.text_encoders))
     tokenizers = {name: _tokenizer(name, encoder, made) for name, encoder in recipe.text_encoders.items()}
     padding = {name: tokenizer.pad_token_id for name, tokenizer in tokenizers.items()}
-    transformer = _trained_component(recipe, precision, seed)
+    transformer = _trained_component(recipe, precision, seed, placeholder)
     trained: dict[str, Component] = {}
     frozen: dict[str, Component] = {}
     for name, encoder in recipe.text_encoders.items():
         dtype = getattr(torch, precision.master if encoder.trainable else precision.compute)
-        component = _text_encoder(name, encoder, tokenizers[name], dtype, seed)
+        component = _text_encoder(name, encoder, tokenizers[name], dtype, seed, placeholder)
         (trained if encoder.trainable else frozen)[name] = component
-    vae, latents = _latents(recipe.latents, getattr(torch, precision.compute), seed)
+    vae, latents = _latents(recipe.latents, getattr(torch, precision.compute), seed, placeholder)
     _check_channels(transformer.module, latents.grid.channels * family.patch**2)
     family.check_widths(transformer.module.config, {n: c.module.config for n, c in (trained | frozen).items()})
     lengths = {name: encoder.max_length for name, encoder in recipe.text_encoders.items()}
@@ -134,7 +142,11 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _trained_component(
-    recipe: ModelRecipe, precision: PrecisionRecipe, seed: int, attention: str | None = None
+    recipe: ModelRecipe,
+    precision: PrecisionRecipe,
+    seed: int,
+    placeholder: Placeholder | None,
+    attention: str | None = None,
 ) -> Component:
     def prepare(module: nn.Module) -> None:
         if recipe.lora is not None:
@@ -151,15 +163,28 @@ def _trained_component(
         load_weights=recipe.load_weights,
         attention=attention,
         prepare=prepare,
+        placeholder=placeholder,
     )
 
 
 def _text_encoder(
-    name: str, recipe: TextEncoderRecipe, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, seed: int
+    name: str,
+    recipe: TextEncoderRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    seed: int,
+    placeholder: Placeholder | None,
 ) -> Component:
     config = recipe.config if recipe.path is not None else _vocabulary(tokenizer, recipe) | recipe.config
     component = build_component(
-        recipe.class_name, recipe.path, recipe.subfolder, config, dtype=dtype, seed=seed, scope=name
+        recipe.class_name,
+        recipe.path,
+        recipe.subfolder,
+        config,
+        dtype=dtype,
+        seed=seed,
+        scope=name,
+        placeholder=placeholder,
     )
     vocabulary = component.module.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary:
@@ -206,13 +231,24 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise UserError(f"{folder} holds no tokenizer: {error}") from None
 
 
-def _latents(recipe: LatentRecipe, dtype: torch.dtype, seed: int) -> tuple[Component | None, VaeLatents | FoldedPixels]:
+def _latents(
+    recipe: LatentRecipe, dtype: torch.dtype, seed: int, placeholder: Placeholder | None
+) -> tuple[Component | None, VaeLatents | FoldedPixels]:
     if recipe.vae_class is None:
         return None, FoldedPixels(recipe.pixel_unshuffle)
     if recipe.vae_class not in VAE_CLASSES:
         hint = nearest(recipe.vae_class, VAE_CLASSES)
         raise UserError(f"model.latents.vae_class = {recipe.vae_class!r} is none of {', '.join(VAE_CLASSES)}{hint}")
-    vae = build_component(recipe.vae_class, recipe.path, recipe.subfolder, {}, dtype=dtype, seed=seed, scope="vae")
+    vae = build_component(
+        recipe.vae_class,
+        recipe.path,
+        recipe.subfolder,
+        {},
+        dtype=dtype,
+        seed=seed,
+        scope="vae",
+        placeholder=placeholder,
+    )
     vae.module.eval().requires_grad_(False)
     return vae, VaeLatents(vae.module)
 

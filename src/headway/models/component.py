@@ -17,13 +17,16 @@ from headway.models.weights import SafetensorsFolder, Slice, Source, match_weigh
 # Names that checkpointing and compilation put into the path of a module.
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
+Placeholder = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""(shape of this rank's slice, dtype) -> a tensor in place of stored and initial values: nothing is read or drawn."""
+
 
 @dataclass
 class Component:
     """A model whose tensors do not exist yet, and where each of them comes from."""
 
     module: Any
-    initial: InitialValues
+    initial: InitialValues | Placeholder
     folder: SafetensorsFolder | None
     sources: dict[str, tuple[str, Source]]
     """Name in the module -> (name in the bare model, stored tensors), for those that are in the folder."""
@@ -38,7 +41,12 @@ class Component:
             names = [name for name, _, _ in slots]
             old = _get(slots[0])
             part = _local_part(old)
-            local = self._value(names, part, known or {}).to(device=device, dtype=old.dtype).contiguous()
+            if isinstance(self.initial, InitialValues):
+                local = self._value(names, part, known or {}).to(device=device, dtype=old.dtype).contiguous()
+                if local.untyped_storage().nbytes() > local.nbytes:
+                    local = local.clone()  # a slice would keep the whole tensor's memory
+            else:
+                local = self.initial(part.shape, old.dtype)
             new = _like(old, local)
             for _, owner, attribute in slots:
                 held: dict[str, Any] = owner._parameters if attribute in owner._parameters else owner._buffers
@@ -50,6 +58,7 @@ class Component:
                 return known[name][part.index()]
         stored = next((name for name in names if name in self.sources), None)
         if stored is None or self.folder is None:
+            assert isinstance(self.initial, InitialValues)
             return self.initial.value(names[0])[part.index()]
         original, source = self.sources[stored]
         return read_tensor(self.folder, source, original, part, self.module)
@@ -67,15 +76,18 @@ def build_component(
     load_weights: bool = True,
     attention: str | None = None,
     prepare: Callable[[nn.Module], None] = lambda module: None,
+    placeholder: Placeholder | None = None,
 ) -> Component:
     """The model ``class_name`` on meta with parameters in ``dtype`` (buffers keep the library's).
 
     ``scope`` is the model's place in its pipeline. ``prepare`` changes the module in place (adapters) before names are
-    final. Raises UserError for an unknown class or config key, and for weights that do not fit.
+    final. With a ``placeholder`` only the config is read from ``path``. Raises UserError for an unknown class or config
+    key, and for weights that do not fit.
     """
     model_class = find_class(class_name)
     whole_config = read_config(path, subfolder, config, model_class)
-    folder = SafetensorsFolder(path / subfolder) if path is not None and load_weights else None
+    stored = path is not None and load_weights and placeholder is None
+    folder = SafetensorsFolder(path / subfolder) if stored and path is not None else None
     matched: dict[int, tuple[str, Source]] = {}
 
     def construct() -> nn.Module:
@@ -87,11 +99,20 @@ def build_component(
         prepare(module)
         return module
 
-    module, initial = record_construction(construct, seed, scope)
+    module, initial = _constructed(construct, seed, scope, placeholder)
     sources = {name: matched[id(t)] for name, t in _named_tensors(module) if id(t) in matched}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     return Component(module, initial, folder, sources)
+
+
+def _constructed(
+    construct: Callable[[], nn.Module], seed: int, scope: str, placeholder: Placeholder | None
+) -> tuple[nn.Module, InitialValues | Placeholder]:
+    if placeholder is None:
+        return record_construction(construct, seed, scope)
+    with torch.device("meta"):
+        return construct(), placeholder
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,5 +1,6 @@
 """Rehearsal: the real training step of one rank of many, run on fake tensors and fake ranks, and written down."""
 
+from headway.rehearse.dress_rehearsal import rehearse_whole
 from headway.rehearse.record import (
     BEFORE,
     COMPUTE,
@@ -15,6 +16,7 @@ from headway.rehearse.record import (
     Record,
     StageAction,
 )
+from headway.rehearse.rehearsal import Role, rehearse, roles
 
 __all__ = [
     "BEFORE",
@@ -29,5 +31,9 @@ __all__ = [
     "Operator",
     "Product",
     "Record",
+    "Role",
     "StageAction",
+    "rehearse",
+    "rehearse_whole",
+    "roles",
 ]

@@ -1,6 +1,5 @@
 """A Record's operators as columns: what is done to all of them at once works on these."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,21 +54,23 @@ def columns_of(record: Record) -> Columns:
     operators = record.operators
     strings: dict[str, int] = {"": 0}
 
-    def interned(values: Iterable[str]) -> Places:
-        return np.array([strings.setdefault(value, len(strings)) for value in values], dtype=np.int32)
+    def interned(values: list[str]) -> Places:
+        for value in dict.fromkeys(values):
+            strings.setdefault(value, len(strings))
+        return np.array([strings[value] for value in values], dtype=np.int32)
 
     collectives = [operator.collective for operator in operators]
     axes = {key: group.axis for key, group in record.groups.items()}
     return Columns(
         strings=strings,
-        lane=interned(operator.lane for operator in operators),
-        name=interned(operator.name for operator in operators),
-        kind=interned(operator.kind for operator in operators),
-        module=interned(operator.module for operator in operators),
-        phase=interned(operator.phase for operator in operators),
-        axis=interned("" if one is None else axes[one.group] for one in collectives),
-        collective=interned("" if one is None else one.kind for one in collectives),
-        group=interned("" if one is None else one.group for one in collectives),
+        lane=interned([operator.lane for operator in operators]),
+        name=interned([operator.name for operator in operators]),
+        kind=interned([operator.kind for operator in operators]),
+        module=interned([operator.module for operator in operators]),
+        phase=interned([operator.phase for operator in operators]),
+        axis=interned(["" if one is None else axes[one.group] for one in collectives]),
+        collective=interned(["" if one is None else one.kind for one in collectives]),
+        group=interned(["" if one is None else one.group for one in collectives]),
         communicates=np.array([one is not None for one in collectives], dtype=bool),
         bytes_moved=_total_bytes([operator.reads for operator in operators])
         + _total_bytes([operator.writes for operator in operators]),

@@ -35,7 +35,7 @@ INTERPRETER_BYTES = (0.55 * GIB, 0.45 * GIB, 0.75 * GIB)
 """Resident memory of a process that trains on the CPU, without its tensors: Python, torch and the model libraries."""
 PROBABLE = 1.2816
 """Standard deviations between the middle of a normal distribution and an end of the range that holds four fifths."""
-MODULE_OF_NONE = "(outside of modules)"
+MODULE_OF_NONE = "(outside of modules: the loss)"
 
 
 @dataclass(frozen=True)
@@ -139,15 +139,13 @@ def memory_of(held: Sequence[Allocation], times: RankTimes, cluster: Cluster, *,
 
 def _changes(held: Sequence[Allocation], sizes: Integers) -> tuple[Integers, Integers, Integers, Integers]:
     """Bytes more or less, operator issued next, event and allocation of each change, in the order of the host."""
-    numbered = list(enumerate(zip(held, sizes.tolist(), strict=True)))
-    rows = [
-        (one.allocated_event, one.allocated_at, size, place)
-        for place, (one, size) in numbered
-        if one.allocated_event != BEFORE
-    ]
-    rows += [(one.freed_event, one.freed_at, -size, place) for place, (one, size) in numbered if not one.stays]
-    event, operator, change, place = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4).T
-    return change, operator, event, place
+    made = [place for place, one in enumerate(held) if one.allocated_event != BEFORE]
+    freed = [place for place, one in enumerate(held) if not one.stays]
+    event = np.array([held[n].allocated_event for n in made] + [held[n].freed_event for n in freed], dtype=np.int64)
+    operator = np.array([held[n].allocated_at for n in made] + [held[n].freed_at for n in freed], dtype=np.int64)
+    order = np.argsort(event)
+    change = np.concatenate([sizes[made], -sizes[freed]])
+    return change[order], operator[order], event[order], np.array(made + freed, dtype=np.int64)[order]
 
 
 def _by_category(

@@ -170,6 +170,9 @@ def _described(
     record: Record, lane: NDArray[np.int32], epoch: Integers, firsts: Integers, edges: dict[int, set[int]]
 ) -> list[Run]:
     communicators: dict[tuple[object, ...], int] = {}
+    places = {
+        key: tuple(sorted({_place(record.facts, rank) for rank in group.ranks})) for key, group in record.groups.items()
+    }
     runs = []
     for run, number in enumerate(firsts.tolist()):
         after = tuple(sorted(edges.get(run, ())))
@@ -177,23 +180,24 @@ def _described(
         if call is None:
             runs.append(Run(int(lane[number]), int(epoch[number]), after))
             continue
-        talk, key, places = _talk(record, call)
+        talk, key, meets = _talk(record, call, places[call.group])
         name = (call.group, call.kind, call.peer) if call.peer >= 0 else (call.group,)
         communicator = communicators.setdefault(name, len(communicators))
-        runs.append(Run(int(lane[number]), int(epoch[number]), after, talk, communicator, key, places))
+        runs.append(Run(int(lane[number]), int(epoch[number]), after, talk, communicator, key, meets))
     return runs
 
 
-def _talk(record: Record, call: Collective) -> tuple[Talk, tuple[object, ...], tuple[int, ...]]:
-    here = _place(record.facts, record.facts.rank)
+def _talk(
+    record: Record, call: Collective, places: tuple[int, ...]
+) -> tuple[Talk, tuple[object, ...], tuple[int, ...]]:
+    """How to play a collective of ranks in the pipeline's ``places``, the key of its sides, and the places that meet."""
     axis = record.groups[call.group].axis
     if call.kind in ("send", "recv"):
-        there = _place(record.facts, call.peer)
+        here, there = _place(record.facts, record.facts.rank), _place(record.facts, call.peer)
         if there == here:
             return "alone", (), ()
         ends = (here, there) if call.kind == "send" else (there, here)
         return call.kind, (axis, *ends), ()
-    places = tuple(sorted({_place(record.facts, rank) for rank in record.groups[call.group].ranks}))
     if len(places) == 1:
         return "alone", (), ()
     return "meeting", (axis, *places), places

@@ -142,7 +142,7 @@ class Operator:
     """By the convention of ``headway.train.flops``: scores that fused attention's backward computes again not counted,
     causal attention counted whole."""
     reads: tuple[Access, ...]
-    """Storages read, each once; an operator that changes one in place both reads and writes it."""
+    """An access for each tensor read, in the order of the arguments; what is changed in place is read and written."""
     writes: tuple[Access, ...]
     dtype: str
     """Of the first result: ``bfloat16``, ``float32``, …"""

@@ -1,12 +1,12 @@
 """From a recipe to everything that takes its steps: data, model in its layout, objective, optimizers, averages."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headway.data import Batch, Collate, Source, Tokenizer, open_sources, open_tokenizer
 from headway.errors import UserError
@@ -15,7 +15,7 @@ from headway.parallel import Masters, Meshes, Ranks, checkpoint_activations
 from headway.parallel.pipeline import Pipeline
 from headway.recipe import FlowMatchingRecipe, NextTokenRecipe, Recipe, VisionLanguageRecipe, accumulation
 from headway.train.ema import Ema
-from headway.train.flops import MicroBatchFlops
+from headway.train.flops import Flops, MicroBatchFlops
 from headway.train.layout import Layout, lay_out
 from headway.train.objectives.flow_matching import FlowMatching, FlowMatchingCollate
 from headway.train.objectives.next_token import NextToken, NextTokenCollate
@@ -26,10 +26,13 @@ from headway.train.passes import Passes, PipelinedPasses, SequentialPasses
 from headway.train.sampling import Sampler
 from headway.train.vocabulary import make_tokenizers
 
+CountFlops = Callable[[Mapping[str, Tensor]], Flops | None]
+"""Of the tensors of a micro-batch; None where they are not known."""
+
 
 @dataclass
-class Assembly:
-    """The parts of a run on this rank."""
+class StepParts:
+    """What takes the steps of a run on this rank."""
 
     ranks: Ranks
     meshes: Meshes
@@ -37,21 +40,29 @@ class Assembly:
     layout: Layout
     masters: Masters
     passes: Passes
-    training_data: Source
-    validation_data: Source | None
     objective: Objective[Any]
-    collate: Collate
-    validation_collate: Collate
     optimizers: list[torch.optim.Optimizer]
     ema: Ema
-    flops: MicroBatchFlops
-    sampler: Sampler | None
-    """Of diffusion models with prompts to draw."""
+    flops: CountFlops
+    data_fingerprint: str
+    """Of the training data; a checkpoint holds it."""
 
     @property
     def model(self) -> nn.Module:
         """The sharded module that is trained."""
         return self.built.module
+
+
+@dataclass
+class Assembly(StepParts):
+    """The parts of a run on this rank."""
+
+    training_data: Source
+    validation_data: Source | None
+    collate: Collate
+    validation_collate: Collate
+    sampler: Sampler | None
+    """Of diffusion models with prompts to draw."""
 
 
 def assemble(recipe: Recipe, ranks: Ranks, directory: Path) -> Assembly:
@@ -66,30 +77,50 @@ def assemble(recipe: Recipe, ranks: Ranks, directory: Path) -> Assembly:
     )
     made = make_tokenizers(recipe.model, training, directory, write=ranks.is_first)
     built = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
+    collate, validation_collate = _collates(recipe, built, tokenizer)
+    copy = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
+    step = assemble_step(recipe, ranks, built, flops_of(recipe, copy), training.fingerprint)
+    return Assembly(
+        **vars(step),
+        training_data=training,
+        validation_data=validation,
+        collate=collate,
+        validation_collate=validation_collate,
+        sampler=_sampler(recipe, built, step.meshes, ranks.device),
+    )
+
+
+def assemble_step(
+    recipe: Recipe, ranks: Ranks, built: BuiltModel, flops: CountFlops, data_fingerprint: str
+) -> StepParts:
+    """Lay out and fill ``built``, and make what trains it. Every rank must call it. Raises UserError."""
     meshes = Meshes(recipe.layout, ranks.rank, ranks.world, ranks.device.type)
     micro_batches = accumulation(recipe.run.global_batch, recipe.run.micro_batch, meshes.sizes.data)
     layout = lay_out(recipe, built, meshes, ranks, micro_batches=micro_batches)
     masters = Masters(layout.laid_out.parameters(), meshes.sizes.stage)
-    objective, collate, validation_collate = _objective(recipe, built, tokenizer, layout)
+    objective = objective_of(recipe, built, layout)
     blocks = {id(parameter) for _, block in built.blocks for parameter in block.parameters()}
     matrices = [name for name, p in built.module.named_parameters() if id(p) in blocks and p.ndim == 2]
-    return Assembly(
+    return StepParts(
         ranks=ranks,
         meshes=meshes,
         built=built,
         layout=layout,
         masters=masters,
         passes=_passes(recipe, built, layout, meshes, objective, ranks.device),
-        training_data=training,
-        validation_data=validation,
         objective=objective,
-        collate=collate,
-        validation_collate=validation_collate,
         optimizers=build_optimizers(masters, recipe.optim, matrices),
         ema=Ema(masters, layout.laid_out, recipe.ema),
-        flops=_flops(recipe, made, tokenizer),
-        sampler=_sampler(recipe, built, meshes, ranks.device),
+        flops=flops,
+        data_fingerprint=data_fingerprint,
     )
+
+
+def flops_of(recipe: Recipe, copy: BuiltModel) -> MicroBatchFlops:
+    """Counts what a micro-batch costs on ``copy``: the whole model, built for this and left on meta."""
+    checkpoint_activations([block for _, block in copy.blocks], recipe.memory.activation_checkpointing)
+    objective = objective_of(recipe, copy)
+    return MicroBatchFlops(copy.module, lambda tensors: objective.loss(copy.module, Batch(tensors, positions=[])))
 
 
 def _passes(
@@ -112,35 +143,44 @@ def _passes(
     return PipelinedPasses(pipeline, objective)
 
 
-def _flops(recipe: Recipe, made: Mapping[str, Any], tokenizer: Tokenizer | None) -> MicroBatchFlops:
-    """Counts what a micro-batch costs on a second, whole copy of the model that stays on meta."""
-    copy = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
-    checkpoint_activations([block for _, block in copy.blocks], recipe.memory.activation_checkpointing)
-    objective, _, _ = _objective(recipe, copy, tokenizer, layout=None)
-    return MicroBatchFlops(copy.module, lambda tensors: objective.loss(copy.module, Batch(tensors, positions=[])))
-
-
-def _objective(
-    recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer | None, layout: Layout | None
-) -> tuple[Objective[Any], Collate, Collate]:
-    """The objective on a model in its layout (None: a plain one), and how its micro-batches are made.
-
-    Those are two: for training and for validation.
-    """
+def objective_of(recipe: Recipe, built: BuiltModel, layout: Layout | None = None) -> Objective[Any]:
+    """The objective on a model in its layout; None: a plain one. Raises UserError for a model that it does not fit."""
     match recipe.objective:
         case FlowMatchingRecipe() as flow_matching:
-            return _flow_matching(recipe, flow_matching, built)
-        case NextTokenRecipe() as next_token:
-            assert tokenizer is not None
-            _check_speaks(recipe, built, tokenizer)
-            collate = NextTokenCollate(
-                next_token, recipe.data.sequence_length, recipe.data.packing, pad_token=tokenizer.padding
+            if built.frozen is None:
+                name = recipe.model.class_name
+                raise UserError(f"objective.kind = 'flow_matching' needs a diffusion model, not {name}")
+            return FlowMatching(
+                flow_matching, built.frozen, image_tokens(_denoiser(built), _latent_shape(recipe, built))
             )
+        case NextTokenRecipe() as next_token:
+            if built.frozen is not None:
+                name = recipe.model.class_name
+                raise UserError(f"objective.kind = 'next_token' needs a language model, not {name}")
             sequence = layout.sequence if layout else None
             routed = layout is not None and layout.routing is not None
-            return NextToken(next_token, sequence, packed=recipe.data.packing, routed=routed), collate, collate
+            return NextToken(next_token, sequence, packed=recipe.data.packing, routed=routed)
         case VisionLanguageRecipe() as vision_language:
-            return _vision_language(recipe, vision_language, built)
+            if built.family != "vision_language":
+                name = recipe.model.class_name
+                raise UserError(f"objective.kind = 'vision_language' needs a vision-language model, not {name}")
+            return VisionLanguage(vision_language, packed=False)
+
+
+def _collates(recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer | None) -> tuple[Collate, Collate]:
+    """How micro-batches are made, for training and for validation."""
+    objective = recipe.objective
+    if isinstance(objective, FlowMatchingRecipe):
+        collate = _flow_matching_collate(recipe, objective, built)
+        return collate, replace(collate, purpose="validation")
+    length = recipe.data.sequence_length
+    if isinstance(objective, NextTokenRecipe):
+        assert tokenizer is not None
+        _check_speaks(recipe, built, tokenizer)
+        packed = NextTokenCollate(objective, length, recipe.data.packing, pad_token=tokenizer.padding)
+        return packed, packed
+    conversations = _vision_language_collate(recipe, objective, built)
+    return conversations, conversations
 
 
 def _check_speaks(recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer) -> None:
@@ -156,28 +196,32 @@ def _check_speaks(recipe: Recipe, built: BuiltModel, tokenizer: Tokenizer) -> No
         )
 
 
-def _flow_matching(
-    recipe: Recipe, objective: FlowMatchingRecipe, built: BuiltModel
-) -> tuple[Objective[Any], Collate, Collate]:
+def _flow_matching_collate(recipe: Recipe, objective: FlowMatchingRecipe, built: BuiltModel) -> FlowMatchingCollate:
     if built.frozen is None:
         raise UserError(f"objective.kind = 'flow_matching' needs a diffusion model, not {recipe.model.class_name}")
-    shape = built.frozen.latent_shape(recipe.data.resolution, recipe.data.frames)
-    collate = FlowMatchingCollate(
+    return FlowMatchingCollate(
         objective=objective,
         seed=recipe.run.seed,
         purpose="train",
-        latent_shape=shape,
+        latent_shape=_latent_shape(recipe, built),
         posterior=built.frozen.vae is not None,
         caption_tokens=built.frozen.caption_tokens,
     )
+
+
+def _latent_shape(recipe: Recipe, built: BuiltModel) -> tuple[int, ...]:
+    assert built.frozen is not None
+    return built.frozen.latent_shape(recipe.data.resolution, recipe.data.frames)
+
+
+def _denoiser(built: BuiltModel) -> DenoisingModel:
     assert isinstance(built.module, DenoisingModel)
-    tokens = image_tokens(built.module, shape)
-    return FlowMatching(objective, built.frozen, tokens), collate, replace(collate, purpose="validation")
+    return built.module
 
 
-def _vision_language(
+def _vision_language_collate(
     recipe: Recipe, objective: VisionLanguageRecipe, built: BuiltModel
-) -> tuple[Objective[Any], Collate, Collate]:
+) -> VisionLanguageCollate:
     folder = recipe.model.processor or recipe.model.path
     if built.family != "vision_language" or folder is None:
         raise UserError(
@@ -186,24 +230,22 @@ def _vision_language(
         )
     tokenizer, image_processor = open_processor(folder)
     config: Any = built.module.config
-    collate = VisionLanguageCollate(
+    return VisionLanguageCollate(
         objective, tokenizer, image_processor, config.image_token_id, recipe.data.sequence_length
     )
-    return VisionLanguage(objective, packed=False), collate, collate
 
 
 def _sampler(recipe: Recipe, built: BuiltModel, meshes: Meshes, device: torch.device) -> Sampler | None:
     if built.frozen is None or not recipe.sample.prompts:
         return None
     assert isinstance(recipe.objective, FlowMatchingRecipe)
-    assert isinstance(built.module, DenoisingModel)
-    config: Any = built.module.transformer.config
-    shape = built.frozen.latent_shape(recipe.data.resolution, recipe.data.frames)
+    denoiser, shape = _denoiser(built), _latent_shape(recipe, built)
+    config: Any = denoiser.transformer.config
     return Sampler(
         recipe.sample,
         built.frozen,
         latent_shape=shape,
-        shift=timestep_shift(recipe.objective, image_tokens(built.module, shape)),
+        shift=timestep_shift(recipe.objective, image_tokens(denoiser, shape)),
         distilled=config.get("guidance_embeds", False),
         meshes=meshes,
         device=device,

@@ -114,7 +114,10 @@ class MicroBatchFlops:
 
 def on_meta(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A micro-batch to count with: floats on meta; integers stay, for models that read sizes out of their values."""
-    return {name: tensor.to("meta" if tensor.is_floating_point() else "cpu") for name, tensor in tensors.items()}
+    return {
+        name: tensor if tensor.is_meta else tensor.to("meta" if tensor.is_floating_point() else "cpu")
+        for name, tensor in tensors.items()
+    }
 
 
 class _Counter(TorchDispatchMode):

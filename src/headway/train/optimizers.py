@@ -113,7 +113,7 @@ def optimizer_state(masters: Masters, optimizers: list[torch.optim.Optimizer]) -
             for key, value in own.items()
         }
         for optimizer in optimizers
-        for shard, own in _states(optimizer)
+        for shard, own in shard_states(optimizer)
     }
 
 
@@ -124,13 +124,13 @@ def load_optimizer_state(
     """Take over a state of ``optimizer_state``'s form, on the same mesh."""
     names = {shard: name for name, shard in masters.local.items()}
     for optimizer in optimizers:
-        for shard, own in _states(optimizer):
+        for shard, own in shard_states(optimizer):
             for key, value in own.items():
                 loaded = state[names[shard]][key]
                 value.copy_(loaded.to_local() if isinstance(loaded, DTensor) else loaded)
 
 
-def _states(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, dict[str, torch.Tensor]]]:
+def shard_states(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, dict[str, torch.Tensor]]]:
     """Each shard with its state, which is made where the first step has not made it yet."""
     shards = [shard for group in optimizer.param_groups for shard in group["params"]]
     for shard in shards:

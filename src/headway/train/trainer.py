@@ -13,7 +13,7 @@ from headway.errors import RunFailed
 from headway.parallel import Masters
 from headway.parallel.pipeline import check_gradients
 from headway.recipe import Recipe
-from headway.train.assembly import Assembly
+from headway.train.assembly import StepParts
 from headway.train.flops import Flops, add
 from headway.train.objectives.flow_matching import velocity
 from headway.train.optimizers import load_optimizer_state, optimizer_state, set_learning_rate
@@ -69,7 +69,7 @@ class Trainer:
     """Takes steps. It knows nothing of pictures, text or ranks beyond what it is assembled from."""
 
     recipe: Recipe
-    parts: Assembly
+    parts: StepParts
     stop_requested: Callable[[], bool]
     on_event: Callable[..., None]
     read_on_host: Callable[[torch.Tensor], list[float]] = read_on_host
@@ -251,7 +251,7 @@ class Trainer:
             "model": dict(self.parts.masters.whole),
             "optimizer": optimizer_state(self.parts.masters, self.parts.optimizers),
             "ema": self.parts.ema.state_dict(),
-            "trainer": vars(self.progress) | {"data": self.parts.training_data.fingerprint},
+            "trainer": vars(self.progress) | {"data": self.parts.data_fingerprint},
         }
 
     def restore(self, load: Callable[[dict[str, Any]], None]) -> None:
@@ -264,7 +264,7 @@ class Trainer:
         if self.parts.layout.routing is not None:
             self.parts.layout.routing.losses.load_state_dict(state["routers"])
         values = dict(state["trainer"])
-        if values.pop("data") != self.parts.training_data.fingerprint:
+        if values.pop("data") != self.parts.data_fingerprint:
             self.on_event("data_changed", message="the training data is not what it was when the checkpoint was saved")
         self.progress = Progress(**values)
 

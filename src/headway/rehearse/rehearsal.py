@@ -1,0 +1,100 @@
+"""The record of a rank's step, from few of its blocks where they repeat, and the roles that ranks have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headway.recipe import Recipe, accumulation, sizes
+from headway.rehearse.dress_rehearsal import rehearse_whole
+from headway.rehearse.extension import Series, extended
+from headway.rehearse.growth import linear
+from headway.rehearse.record import Facts, Record
+from headway.rehearse.runs import NotPeriodic
+from headway.rehearse.shortening import Shortened, shortened, stages_of
+from headway.rehearse.tokens import renumbered
+
+
+@dataclass(frozen=True)
+class Role:
+    """Ranks that do the same: those of one place in the pipeline."""
+
+    rank: int
+    """The first of them, which has the largest shards where they are uneven."""
+    place: int
+    """In the pipeline."""
+    stages: tuple[int, ...]
+    """Of the whole pipeline, on these ranks."""
+    ranks: range
+    """All of them."""
+
+
+def roles(recipe: Recipe, devices: int) -> list[Role]:
+    """The roles of ``devices`` ranks, in the order of the pipeline. Raises UserError for a layout that can't be."""
+    axes = sizes(recipe.layout, devices)
+    accumulation(recipe.run.global_batch, recipe.run.micro_batch, axes.data)
+    firsts = range(0, devices, axes.stage)
+    return [
+        Role(rank, place, tuple(stages_of(recipe, devices, rank)), range(rank, rank + axes.stage))
+        for place, rank in enumerate(firsts)
+    ]
+
+
+def rehearse(recipe: Recipe, devices: int, rank: int = 0) -> Record:
+    """The record of the step of ``rank`` of ``devices``: equal to ``rehearse_whole``'s, storages renumbered.
+
+    Where blocks repeat, a few are rehearsed and the record is extended to all of them; what is extended by one block
+    is held to a rehearsal with one block more, and where that differs all blocks are rehearsed. Raises UserError.
+    """
+    short = shortened(recipe, devices, rank)
+    if short is not None:
+        try:
+            return _extended(short, devices, rank)
+        except NotPeriodic:
+            pass
+    return renumbered(rehearse_whole(recipe, devices, rank))
+
+
+def _extended(short: Shortened, devices: int, rank: int) -> Record:
+    base = rehearse_whole(short.base, devices, rank)
+    records = [rehearse_whole(recipe, devices, rank) for recipe in short.longer]
+    longer = [(record, short.paths(record.facts)) for record in records]
+    series = short.series(base.facts)
+    for place, record in enumerate(records):
+        _check(base, longer, _by_one(series, place, short.paths(record.facts)), record)
+    facts = _facts(base.facts, [record.facts for record in records], series)
+    return renumbered(extended(base, longer, series, facts))
+
+
+def _by_one(series: Sequence[Series], place: int, paths: list[list[str]]) -> list[Series]:
+    """One copy of the series at ``place``, none of the others."""
+    return [
+        replace(one, copies=int(number == place), whole=own)
+        for number, (one, own) in enumerate(zip(series, paths, strict=True))
+    ]
+
+
+def _check(
+    base: Record, longer: list[tuple[Record, list[list[str]]]], series: list[Series], rehearsed: Record
+) -> None:
+    """Raises NotPeriodic unless extending by one block gives what rehearsing one block more does."""
+    found = renumbered(extended(base, longer, series, rehearsed.facts))
+    expected = renumbered(rehearsed)
+    for name in ("operators", "allocations", "host_reads", "actions"):
+        if getattr(found, name) != getattr(expected, name):
+            raise NotPeriodic(f"{name} extended by one block are not those of a rehearsal with one block more")
+
+
+def _facts(base: Facts, longer: list[Facts], series: Sequence[Series]) -> Facts:
+    copies = [one.copies for one in series]
+    numbers = {
+        name: linear(getattr(base, name), [getattr(other, name) for other in longer], copies)
+        for name in ("model_flops", "recomputed_flops", "parameters", "trained_parameters")
+    }
+    blocks: dict[str, str] = {}
+    stages: dict[str, int] = {}
+    places = {path: one for one in series for path in one.paths}
+    for path, class_name in base.blocks.items():
+        one = places.get(path)
+        names = [path] if one is None else one.whole if path == one.paths[0] else []
+        blocks |= dict.fromkeys(names, class_name)
+        stages |= dict.fromkeys(names, base.block_stages[path])
+    return replace(base, blocks=blocks, block_stages=stages, **numbers)

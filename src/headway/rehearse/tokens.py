@@ -1,0 +1,67 @@
+"""A record as one sequence: operators, allocations, frees, host reads and actions in the order of the host."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from headway.rehearse.record import BEFORE, Access, Allocation, HostRead, Operator, Record, StageAction
+
+Kind = Literal["operator", "allocate", "free", "read", "begin", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One thing that the host did."""
+
+    kind: Kind
+    operator: Operator | None = None
+    number: int = -1
+    """Of the operator."""
+    allocation: Allocation | None = None
+    read: HostRead | None = None
+    action: StageAction | None = None
+
+
+def tokens_of(record: Record) -> list[Token]:
+    """Everything that happens in the step; what is there before it is left out."""
+    events: list[tuple[int, int, Token]] = []
+    for allocation in record.allocations:
+        if allocation.allocated_event != BEFORE:
+            token = Token("allocate", allocation=allocation)
+            events.append((allocation.allocated_at, allocation.allocated_event, token))
+        if not allocation.stays:
+            events.append((allocation.freed_at, allocation.freed_event, Token("free", allocation=allocation)))
+    before_any, after_any = -1, len(events)
+    events += [(action.stop, before_any, Token("end", action=action)) for action in record.actions]
+    events += [(action.first, after_any, Token("begin", action=action)) for action in record.actions]
+    events += [(read.before, after_any, Token("read", read=read)) for read in record.host_reads]
+    events += [
+        (number, after_any + 1, Token("operator", operator, number)) for number, operator in enumerate(record.operators)
+    ]
+    events.sort(key=lambda event: event[:2])
+    return [token for _, _, token in events]
+
+
+def renumbered(record: Record) -> Record:
+    """The same step with storages numbered in the order in which the step meets them: equal steps become equal."""
+    serials: dict[int, int] = {}
+
+    def serial(storage: int) -> int:
+        return serials.setdefault(storage, len(serials))
+
+    def accesses(given: tuple[Access, ...]) -> tuple[Access, ...]:
+        return tuple(Access(serial(access.storage), access.bytes) for access in given)
+
+    operators = [replace(o, reads=accesses(o.reads), writes=accesses(o.writes)) for o in record.operators]
+    allocations = [replace(a, storage=serial(a.storage)) for a in record.allocations]
+    return replace(record, operators=operators, allocations=sorted(allocations, key=_order))
+
+
+def _order(allocation: Allocation) -> tuple[int, int]:
+    return allocation.allocated_event, allocation.storage
+
+
+def accesses_in(operator: Operator) -> Iterator[Access]:
+    """All accesses of an operator."""
+    yield from operator.reads
+    yield from operator.writes
