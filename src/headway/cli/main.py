@@ -11,7 +11,9 @@ from headway.cli.check import check
 from headway.cli.export import export
 from headway.cli.quiet import quieten_libraries
 from headway.cli.recipe_show import recipe_app
+from headway.cli.rehearse import rehearse
 from headway.cli.train import train
+from headway.cli.validate import validate
 from headway.errors import RunFailed, UserError
 
 DONE, DOES_NOT_HOLD, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -27,6 +29,8 @@ app = typer.Typer(
 app.command()(train)
 app.command()(check)
 app.command()(export)
+app.command()(rehearse)
+app.command()(validate)
 app.add_typer(recipe_app, name="recipe")
 
 

@@ -4,13 +4,17 @@ from headway.cost.attention import attention, attention_rate, unfused_attention,
 from headway.cost.collective import Collective, collective
 from headway.cost.estimate import Estimate
 from headway.cost.host import launch, slowed_by_communication
-from headway.cost.matrix import grouped_matrix_product, matrix_product, matrix_rate
+from headway.cost.matrix import UNALIGNED, grouped_matrix_product, matrix_product, matrix_rate
 from headway.cost.memory_bound import cross_entropy, host_copy, memory_bound
 from headway.cost.optimizer import muon_step, optimizer_step
+from headway.cost.quantise import CAST_BYTES, QuantisationRecipe, quantise
 
 __all__ = [
+    "CAST_BYTES",
+    "UNALIGNED",
     "Collective",
     "Estimate",
+    "QuantisationRecipe",
     "attention",
     "attention_rate",
     "collective",
@@ -23,6 +27,7 @@ __all__ = [
     "memory_bound",
     "muon_step",
     "optimizer_step",
+    "quantise",
     "slowed_by_communication",
     "unfused_attention",
     "visible_share",

@@ -19,9 +19,10 @@ from headway.errors import UserError
 
 BACKWARD_PRODUCTS = 2.5
 """Products of the backward pass over those of the forward pass: five over two."""
-UNFUSED_BYTES = {False: 11.0, True: 19.0}
-"""Traffic per score of attention from single operators (scale, mask, softmax, dropout), forward and backward: what
-Megatron's runs on A100 before fused kernels imply."""
+UNFUSED_BYTES = {False: 9.0, True: 11.0}
+"""Traffic per score of attention from single operators besides its products, in 16 bits: forward softmax (2 + 2) and
+dropout (2 + 2 and a mask of 1); backward dropout (2 + 1 + 2) and softmax (2 + 2 + 2). Scale and mask are the softmax's,
+as in Megatron's fused kernel."""
 
 
 def attention(

@@ -19,6 +19,7 @@ class Estimate:
     value: Number
     low: Number
     high: Number
+    __array_ufunc__ = None  # an array times an estimate is an estimate, not an array of them
 
     @staticmethod
     def exactly(nanoseconds: Number) -> "Estimate":

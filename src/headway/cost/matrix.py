@@ -23,6 +23,9 @@ ELEMENT_BYTES = {"float32": 4.0, "tf32": 4.0, "float16": 2.0, "bfloat16": 2.0, "
 """Bytes of an operand's element; float4 with a one-byte scale for every sixteen."""
 TILE = 64
 """Rows and columns of the smallest tile that libraries give a processor before they leave processors idle."""
+UNALIGNED = 0.4
+"""What is left of the rate where a row of an operand or the result does not begin at 16 bytes (NVIDIA's matrix
+multiplication guide; nanoGPT gains a quarter of a step by filling its vocabulary up from 50,257 to 50,304)."""
 IDLE_POWER = 0.12
 """Share of a device's power limit that it takes when idle."""
 
