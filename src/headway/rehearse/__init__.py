@@ -1,6 +1,12 @@
 """Rehearsal: the real training step of one rank of many, run on fake tensors and fake ranks, and written down."""
 
 from headway.rehearse.dress_rehearsal import rehearse_whole
+from headway.rehearse.durations import check_devices
+from headway.rehearse.memory import Holding, Memory
+from headway.rehearse.page import write_page
+from headway.rehearse.predicted_timeline import timeline_of
+from headway.rehearse.prediction import Prediction, Shares, predict
+from headway.rehearse.program import Program, program_of
 from headway.rehearse.record import (
     BEFORE,
     COMPUTE,
@@ -17,6 +23,7 @@ from headway.rehearse.record import (
     StageAction,
 )
 from headway.rehearse.rehearsal import Role, rehearse, roles
+from headway.rehearse.simulate import Ranged, RankTimes, Simulation, simulate
 
 __all__ = [
     "BEFORE",
@@ -27,13 +34,27 @@ __all__ = [
     "Collective",
     "Facts",
     "Group",
+    "Holding",
     "HostRead",
+    "Memory",
     "Operator",
+    "Prediction",
     "Product",
+    "Program",
+    "Ranged",
+    "RankTimes",
     "Record",
     "Role",
+    "Shares",
+    "Simulation",
     "StageAction",
+    "check_devices",
+    "predict",
+    "program_of",
     "rehearse",
     "rehearse_whole",
     "roles",
+    "simulate",
+    "timeline_of",
+    "write_page",
 ]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from headway.cluster import Cluster
 from headway.cluster import Group as GroupOnLinks
 from headway.cluster import OperatorKind as MemoryBoundKind
+from headway.cost import Collective as CostedAs
 from headway.cost import (
     Estimate,
     attention,
@@ -27,7 +28,7 @@ from headway.cost import (
 from headway.errors import UserError
 from headway.rehearse.columns import Columns, Flags, Integers
 from headway.rehearse.compiled_kernels import FUSED_RANGE, Kernels
-from headway.rehearse.record import Attention, Collective, Facts, Operator, Product, Record
+from headway.rehearse.record import Attention, Collective, Operator, Product, Record
 
 Column = NDArray[np.float64]
 
@@ -99,15 +100,15 @@ def durations(record: Record, columns: Columns, kernels: Kernels, cluster: Clust
     copies = np.isin(columns.lane, [place for text, place in columns.strings.items() if text.startswith(HOST_COPIES)])
     put(copies, host_copy(cluster, columns.bytes_moved[copies] / 2), MEMORY)
     operators = record.operators
-    for work, chosen in _alike(operators, columns.of_kind("product"), lambda one: (one.work, one.dtype)).items():
-        put(chosen, _product(cluster, *work), PRODUCTS)
-    for work, chosen in _alike(operators, columns.of_kind("attention"), lambda one: one.work).items():
-        put(chosen, _attention(cluster, work), ATTENTION)
-    for call, chosen in _alike(operators, columns.communicates, lambda one: one.collective).items():
+    for product, numbers in _alike(operators, columns.of_kind("product"), lambda one: (one.work, one.dtype)).items():
+        put(numbers, _product(cluster, *product), PRODUCTS)
+    for pass_, numbers in _alike(operators, columns.of_kind("attention"), lambda one: one.work).items():
+        put(numbers, _attention(cluster, pass_), ATTENTION)
+    for call, numbers in _alike(operators, columns.communicates, lambda one: one.collective).items():
         crossed, found, shared = _communication(cluster, record, call)
-        put(chosen, found, levels[crossed] if crossed >= 0 else HOST)
-        level[chosen], sharing[chosen] = crossed, shared
-        moved[chosen] = call.bytes // (record.groups[call.group].size if call.kind == "all_gather" else 1)
+        put(numbers, found, levels[crossed] if crossed >= 0 else HOST)
+        level[numbers], sharing[numbers] = crossed, shared
+        moved[numbers] = call.bytes // (record.groups[call.group].size if call.kind == "all_gather" else 1)
     rate = cluster.achieved.host.operator_us
     slowdown = cluster.achieved.compute_slowdown
     return Durations(
@@ -125,12 +126,12 @@ def durations(record: Record, columns: Columns, kernels: Kernels, cluster: Clust
     )
 
 
-def check_size(cluster: Cluster, facts: Facts) -> None:
+def check_devices(cluster: Cluster, ranks: int) -> None:
     """Raises UserError when ``cluster`` has fewer devices than there are ranks."""
     devices = cluster.levels[-1].devices if cluster.levels else 1
-    if facts.world > devices:
+    if ranks > devices:
         raise UserError(
-            f"cluster {cluster.name} joins {devices} devices and {facts.world} are asked for: ask for fewer, or let "
+            f"cluster {cluster.name} joins {devices} devices and {ranks} are asked for: ask for fewer, or let "
             "the outermost of its [[levels]] join more"
         )
 
@@ -177,10 +178,8 @@ def _attention(cluster: Cluster, work: Attention) -> Estimate:
 
 def _communication(cluster: Cluster, record: Record, call: Collective) -> tuple[int, Estimate, float]:
     """Outermost level that a collective crosses, its time, and what it grows by when it shares that level."""
-    message = call.kind in ("send", "recv")
-    ranks = (record.facts.rank, call.peer) if message else record.groups[call.group].ranks
-    group = group_on(cluster, ranks)
-    kind = "send_recv" if call.kind in ("send", "recv") else call.kind
+    group = group_on(cluster, record.groups[call.group].ranks if call.peer < 0 else (record.facts.rank, call.peer))
+    kind: CostedAs = "send_recv" if call.kind == "send" or call.kind == "recv" else call.kind
     alone, beside = (collective(kind, call.bytes, group, sharing) for sharing in (1.0, 2.0))
     used = group.used()
     if not used:

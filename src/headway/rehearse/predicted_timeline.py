@@ -33,7 +33,7 @@ def _of_rank(times: RankTimes) -> Timeline:
         return strings.setdefault(text, len(strings))
 
     parts = [_device(times, place), _launches(times, place), _waits(times, place)]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    columns: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     columns |= {"rank": np.int32(program.facts.rank), "step": np.int32(0)}
     return Timeline.of_columns(columns, strings, length=len(columns["start_ns"]))
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headway.cluster import Cluster
 from headway.rehearse.columns import Columns, Flags, Integers, columns_of
 from headway.rehearse.compiled_kernels import kernels_of
-from headway.rehearse.durations import Durations, check_size, durations
+from headway.rehearse.durations import Durations, check_devices, durations
 from headway.rehearse.record import COMPUTE, Collective, Facts, Group, Record
 
 Talk = Literal["none", "alone", "send", "recv", "meeting"]
@@ -73,7 +73,7 @@ def program_of(record: Record, cluster: Cluster) -> Program:
 
     Raises UserError when the cluster has too few devices or a rate is not known.
     """
-    check_size(cluster, record.facts)
+    check_devices(cluster, record.facts.world)
     columns = columns_of(record)
     on_host = cluster.accelerator.form == CPU
     names, lane = _lanes(record, columns, on_host)
@@ -190,7 +190,7 @@ def _described(
 def _talk(
     record: Record, call: Collective, places: tuple[int, ...]
 ) -> tuple[Talk, tuple[object, ...], tuple[int, ...]]:
-    """How to play a collective of ranks in the pipeline's ``places``, the key of its sides, and the places that meet."""
+    """How to play a collective of ranks in ``places`` of the pipeline, its sides' key, and the places that meet."""
     axis = record.groups[call.group].axis
     if call.kind in ("send", "recv"):
         here, there = _place(record.facts, record.facts.rank), _place(record.facts, call.peer)
