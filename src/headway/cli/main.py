@@ -12,7 +12,6 @@ from headway.cli.export import export
 from headway.cli.quiet import quieten_libraries
 from headway.cli.recipe_show import recipe_app
 from headway.cli.rehearse import rehearse
-from headway.cli.rehearse import rehearse
 from headway.cli.train import train
 from headway.cli.validate import validate
 from headway.errors import RunFailed, UserError
@@ -30,7 +29,6 @@ app = typer.Typer(
 app.command()(train)
 app.command()(check)
 app.command()(export)
-app.command()(rehearse)
 app.command()(rehearse)
 app.command()(validate)
 app.add_typer(recipe_app, name="recipe")
