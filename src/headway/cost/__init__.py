@@ -1,7 +1,7 @@
 """What operators and collectives cost on a cluster: estimates in ns with their range, from few physical numbers."""
 
 from headway.cost.attention import attention, attention_rate, unfused_attention, visible_share
-from headway.cost.collective import Collective, collective
+from headway.cost.collective import Collective, arrival, collective
 from headway.cost.estimate import Estimate
 from headway.cost.host import launch, slowed_by_communication
 from headway.cost.matrix import UNALIGNED, grouped_matrix_product, matrix_product, matrix_rate
@@ -15,6 +15,7 @@ __all__ = [
     "Collective",
     "Estimate",
     "QuantisationRecipe",
+    "arrival",
     "attention",
     "attention_rate",
     "collective",

@@ -20,6 +20,10 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 LATENCY_RANGE = (0.7, 1.4)
 """Latencies move by this much between NCCL versions and sizes."""
+ARRIVAL_US = (50.0, 15.0, 110.0)
+"""Standard deviation, with its range, of when the ranks of a group reach a collective in training: clocks and launches
+differ (no direct measurement was found; small all-reduces of Megatron's tensor parallelism over 8 ranks take 200 us and
+more where nccl-tests take 25)."""
 PEER_US = 0.2
 """What an all-to-all pays for each further peer."""
 
@@ -43,6 +47,12 @@ def collective(kind: Collective, bytes_of_tensor: ArrayLike, group: Group, shari
     if kind == "all_reduce" and len(used) == 1:
         return _with_switch(ring, size, used[0][0], group.size)
     return ring
+
+
+def arrival(ranks: ArrayLike) -> Estimate:
+    """How long the mean rank of a group waits for the last one, in ns: sqrt(2 ln n) standard deviations of a normal."""
+    deviations = 1e3 * np.sqrt(2 * np.log(np.maximum(1, numbers(ranks))))
+    return Estimate(*(deviations * microseconds for microseconds in ARRIVAL_US))
 
 
 def _ring_transfer(kind: Collective, size: Number, group: Group, sharing: float) -> Estimate:

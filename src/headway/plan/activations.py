@@ -23,6 +23,7 @@ def held_by_layer(hidden: int, block: Block, layouts: Layouts, settings: Setting
         + _mlp(block, settings, behaviour) / layouts.tp
         + _routed(hidden, block, settings, behaviour) / layouts.tp
         + _mixer(block, settings) / layouts.tp
+        + _scaled(hidden, block, settings) / layouts.tp
     )
 
 
@@ -30,6 +31,13 @@ def held_by_checkpoint(hidden: int, layouts: Layouts, settings: Settings) -> Col
     """Bytes that a fully recomputed layer leaves: its input."""
     tokens = layouts.micro_batch * (settings.longest or settings.sequence) / layouts.cp
     return 2.0 * tokens * hidden / np.where(layouts.sequence_parallel > 0, layouts.tp, 1.0)
+
+
+def _scaled(hidden: int, block: Block, settings: Settings) -> float:
+    """Results of products that a trained vector scales."""
+    if not settings.scaled_outputs:
+        return 0.0
+    return 2.0 * sum(matrix.columns for matrix in block.mixer_matrices(hidden) + block.mlp_matrices(hidden))
 
 
 def kept_bytes(settings: Settings, behaviour: Behaviour) -> float:
@@ -47,10 +55,11 @@ def _halves(block: Block) -> int:
 def _between(hidden: int, block: Block, settings: Settings, behaviour: Behaviour) -> float:
     """Inputs and outputs of norms, and what dropout and residuals keep."""
     halves = _halves(block)
-    norm_input, norm_output = (
-        2.0 * hidden,
-        0.0 if "norm" in settings.recompute else kept_bytes(settings, behaviour) * hidden,
-    )
+    norm_input = 2.0 * hidden
+    norm_output = 0.0 if "norm" in settings.recompute else kept_bytes(settings, behaviour) * hidden
+    if settings.lora_rank and settings.lora_on == "queries":
+        wide = 4.0 * hidden if settings.float32_norms else 0.0
+        return halves * (norm_input + wide) + norm_output  # only the product with adapters keeps its input
     match behaviour.activations:
         case "transformer_engine":
             return halves * (norm_input + norm_output)
@@ -62,7 +71,7 @@ def _between(hidden: int, block: Block, settings: Settings, behaviour: Behaviour
             return halves * (norm_input + norm_output)
         case "eager":  # norms in float32 keep their input and their result
             if "half_products" in settings.recompute:
-                return 2.0 * hidden
+                return 6.0 * hidden  # and the norms' results
             if block.modulation:  # modulated norms keep the normed input, scales applied; gates keep the outputs
                 return halves * 4 * 2.0 * hidden
             return halves * (norm_input + 4.0 * hidden + norm_output)
@@ -108,6 +117,8 @@ def _mlp(block: Block, settings: Settings, behaviour: Behaviour) -> float:
         return 0.5 * ins
     if behaviour.activations == "eager" and block.gated:
         out = out + 2.0 * width  # the activation of the gate
+    if settings.lora_rank and settings.lora_on == "queries":
+        out = out - 2.0 * width  # a frozen product keeps no input
     return ins + out
 
 

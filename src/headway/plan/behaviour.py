@@ -90,8 +90,12 @@ class Behaviour:
     """fsdp: whether a layer's gathered parameters are dropped after its forward pass."""
     activations: Literal["transformer_engine", "eager", "compiled", "megatron_2022"] = "transformer_engine"
     """Which tensors the backward pass is left (headway.plan.activations)."""
-    reserved_gb: float = 0.0
-    """Held besides: workspaces, buffers of dispatchers."""
+    adapter_bytes: float = 16.0
+    """Held per parameter of a low-rank adapter: weight, gradient and two moments."""
+    reserved_over_allocated: float = 1.0
+    """Memory that the framework reports over what is allocated: 1 where it reports the allocated."""
+    layer_at_work: float = 1.2
+    """What a layer holds while it goes backward over what its forward pass leaves: gradients of activations besides."""
     quantise: str = "current"
     """Recipe of float8 products: current, delayed, mx, block, rowwise, fused."""
     quantise_float4: str = "nvfp4"

@@ -44,8 +44,12 @@ class Settings:
     """Parts of every layer that run again."""
     lora_rank: int = 0
     """0: all weights are trained; else the rank of adapters, and the model's own weights are frozen."""
-    lora_everywhere: bool = True
-    """Whether adapters are on all projections, or on queries, keys and values only."""
+    lora_on: Literal["all", "attention", "queries"] = "all"
+    """Which projections have adapters: all, attention's, or its first one (queries, keys and values)."""
+    scaled_outputs: bool = False
+    """Whether each product's result is scaled by a trained vector, and so kept (adapters of LLaMA-Adapter V2)."""
+    float32_norms: bool = True
+    """Whether eager norms compute in float32 single operators (RMS norms), in place of one kernel (layer norms)."""
     weight_bytes: float | None = None
     """Of a frozen weight; None: as the behaviour holds them."""
     longest: int = 0

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster import Cluster
-from headway.cost import Estimate
+from headway.cost import Estimate, arrival
 from headway.plan.behaviour import Behaviour
 from headway.plan.block_time import Settings
 from headway.plan.layout import Column, Layouts, collective_in
@@ -53,7 +53,8 @@ def _tensor(cluster: Cluster, hidden: int, halves: int, tokens: Column, layouts:
     split = collective_in(cluster, "all_gather", size, layouts.tp, stride) * (2.0 if backward else 1.0)
     split = split + collective_in(cluster, "reduce_scatter", size, layouts.tp, stride)
     whole = collective_in(cluster, "all_reduce", size, layouts.tp, stride)
-    return halves * _where(layouts.sequence_parallel > 0, split, whole)
+    waits = arrival(layouts.tp) * np.where(layouts.sequence_parallel > 0, 3.0 if backward else 2.0, 1.0)
+    return halves * (_where(layouts.sequence_parallel > 0, split, whole) + waits)
 
 
 def _context(
@@ -88,13 +89,15 @@ def _expert(
         domains = layouts.ep / np.minimum(layouts.ep, np.maximum(1, _domain(cluster) / layouts.etp))
         parts = np.where(domains > 1, domains, layouts.ep)
         copies = parts * (1 - (1 - 1 / parts) ** chosen)
+        if block.experts.most_nodes:
+            copies = np.where(domains > 1, np.minimum(copies, block.experts.most_nodes), copies)
     time = 2.0 * collective_in(cluster, "all_to_all", sent * copies, layouts.ep, layouts.etp)
     if np.any(layouts.etp > 1):
         gathered = sent * chosen * layouts.etp
         stride = np.ones(len(layouts))
         time = time + collective_in(cluster, "all_gather", gathered, layouts.etp, stride)
         time = time + collective_in(cluster, "reduce_scatter", gathered, layouts.etp, stride)
-    return time * behaviour.expert_imbalance
+    return time * behaviour.expert_imbalance + 2.0 * arrival(layouts.ep * layouts.etp)
 
 
 def _domain(cluster: Cluster) -> float:

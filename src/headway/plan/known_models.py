@@ -28,6 +28,7 @@ def _shape(name: str, entry: dict[str, Any]) -> ModelShape:
         other_parameters=entry.get("other_parameters", 0.0),
         frozen_bytes=entry.get("frozen_bytes", 0.0),
         norm=entry.get("norm", "rms"),
+        predicted_tokens=entry.get("predicted_tokens", 0),
     )
 
 

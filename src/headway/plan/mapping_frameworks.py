@@ -50,12 +50,16 @@ def framework_of(run: Run) -> Behaviour | None:
             changes["tensor_exposed"] = 0.35
         if "2025" in run.framework:  # its loss is compiled too: no float32 copies of the logits but one
             changes["cross_entropy_held"] = 7.0
+    if name == "automodel" and "DFM" in run.framework:  # diffusers' models: PyTorch's attention, single operators
+        changes |= {"attention": {"hopper": "flash_attention_2"}, "passes": 3.0}
     if "cross-entropy fusion" in run.notes:
         changes["cross_entropy_bytes"] = 14.0
     if "pure" in run.notes.lower() and name == "llm_foundry":
         changes["gradient_bytes"] = 2.0
     if "no overlap of grad all-reduce" in run.words["dp_strategy"]:
         changes["data_overlaps"] = False
+    if name == "diffusers" and "full" in run.model.lower():  # states and gradients are in the host's memory
+        changes |= {"held_state_bytes": 0.0, "held_gradient_bytes": 0.0}
     if "ONE transformer layer" in run.model:
         changes |= {"optimizer_bytes": 0.0, "operators_step": 0.0}
     changes |= _quantisation(run)
@@ -89,9 +93,11 @@ def settings_of(run: Run, shape: ModelShape, sequence: int) -> Settings:
         recompute_layers=layers,
         recompute=frozenset(parts),
         lora_rank=int(lora[1] or 8) if lora else 0,
-        lora_everywhere="litgpt" not in run.framework and "CogVideoX" not in run.model,
+        lora_on=_adapted(run),
+        scaled_outputs="Adapter v2" in run.source,
+        float32_norms=shape.norm == "rms" and not re.search(r"StableLM|Falcon", run.model),
         weight_bytes=_weight_bytes(run),
-        longest=_longest(run),
+        longest=_longest(run, shape),
     )
 
 
@@ -110,10 +116,19 @@ def _weight_bytes(run: Run) -> float | None:
     return 0.5625 if "nf4" in run.words["precision"] else None
 
 
-def _longest(run: Run) -> int:
-    """Tokens of the longest sample where the notes say so; 0 where they don't."""
-    found = re.search(r"longest (?:\d+-)?(\d+) tokens", run.notes)
-    return int(found[1]) if found else 0
+def _adapted(run: Run) -> Any:
+    """litgpt adapts queries and values, diffusers' trainers attention, NeMo all projections."""
+    if "litgpt" in run.framework and "Adapter v2" not in run.source:
+        return "queries"
+    return "attention" if "finetrainers" in run.framework else "all"
+
+
+def _longest(run: Run, shape: ModelShape) -> int:
+    """Tokens of the longest sample where the notes say so (fewer with a large vocabulary); 0 where they don't."""
+    found = re.search(r"longest (\d+)-(\d+) tokens", run.notes)
+    if not found:
+        return 0
+    return int(found[1] if shape.vocabulary > 50_000 else found[2])
 
 
 def _data_parallel(run: Run) -> Any:

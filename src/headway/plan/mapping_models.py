@@ -18,6 +18,8 @@ def shape_of(run: Run) -> ModelShape | None:
     layers, hidden = run.whole("layers"), run.whole("hidden")
     if known is not None and (special or not hidden):
         shape = known.with_layers(layers) if layers else known
+        several = re.match(r"Megatron-Bridge|NeMo \(DGXC", run.framework) and "w/o MTP" not in run.model
+        shape = shape.with_predicted_tokens() if several else shape
         return replace(shape, vocabulary=run.whole("vocab") or shape.vocabulary)
     if not (layers and hidden):
         return known

@@ -37,13 +37,14 @@ class Memory:
     loss: Column
     working: Column
     """A layer at work: gathered parameters, recomputed activations, dense gradients before they are added."""
+    reserved_over_allocated: float = 1.0
 
     @property
     def peak(self) -> Estimate:
         """Bytes."""
         static = self.weights + self.gradients + self.states
         moving = self.activations + self.loss + self.working
-        value = static + moving + 1e9 * WORKSPACE_GB[0]
+        value = (static + moving) * self.reserved_over_allocated + 1e9 * WORKSPACE_GB[0]
         below = np.hypot(STATIC_RANGE * static, ACTIVATION_RANGE * moving) + 1e9 * (WORKSPACE_GB[0] - WORKSPACE_GB[1])
         above = np.hypot(STATIC_RANGE * static, ACTIVATION_RANGE * moving) + 1e9 * (WORKSPACE_GB[2] - WORKSPACE_GB[0])
         return Estimate(value, value - below, value + above)
@@ -64,13 +65,14 @@ def memory(shape: ModelShape, layouts: Layouts, settings: Settings, behaviour: B
     in_flight = _in_flight(layouts)
     first, last = per_layer * stage * in_flight, per_layer * stage * np.where(layouts.pp > 1, 1.0, in_flight)
     loss = _loss(shape, layouts, settings, behaviour)
-    at_work = np.maximum(layer * (1.0 if again else 0.0), 0.0)
+    at_work = layer * (behaviour.layer_at_work if again else 0.0)
     working = _working(shape, dense, routed, layouts, settings, behaviour)
     first_peak, last_peak = first + at_work, last + np.maximum(loss, at_work)
     is_first = (first_peak >= last_peak) & (layouts.pp > 1)
     activations = np.where(is_first, first_peak, last + np.where(loss >= at_work, 0.0, at_work))
     alive = np.where(is_first | (loss < at_work), 0.0, loss)
-    return Memory(weights, gradients, states, activations, alive, working + shape.frozen_bytes)
+    working = working + shape.frozen_bytes
+    return Memory(weights, gradients, states, activations, alive, working, behaviour.reserved_over_allocated)
 
 
 def _in_flight(layouts: Layouts) -> Column:
@@ -91,8 +93,11 @@ def _static(
     if settings.lora_rank:
         adapters = adapter_parameters(shape, settings) / shape.parameters() * (dense + routed)
         shared = layouts.sharing if settings.data_parallel == "fsdp" else np.ones(len(layouts))
-        weights = held * (dense + routed) / shared + 4.0 * adapters
-        return weights, behaviour.held_gradient_bytes * adapters, 8.0 * adapters
+        weights = held * (dense + routed) / shared
+        if settings.weight_bytes is not None:  # quantised, but for embedding and head
+            weights = weights + (2.0 - held) * shape.embedding_parameters() / layouts.tp
+        each = behaviour.adapter_bytes / 4  # weight, gradient, two moments
+        return weights + each * adapters, each * adapters, 2 * each * adapters
     gradients = behaviour.held_gradient_bytes
     if settings.data_parallel == "ddp":
         return held * (dense + routed), gradients * (dense + routed), behaviour.held_state_bytes * (dense + routed)

@@ -24,9 +24,11 @@ PARTS = (
     "data",
     "optimizer",
     "scale",
+    "release",
 )
 """What a step's time is made of: matrix products; attention; memory-bound operators; the host, where the device waits
-for it; exposed communication by axis; the optimizer; what grows with the number of devices."""
+for it; exposed communication by axis; the optimizer; what grows with the number of devices; and what differs
+between releases of a stack, of which only a range is known."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ class Experts:
     """Of an expert's inner layer."""
     shared_width: int = 0
     """Inner width of the experts that every token passes, together."""
+    most_nodes: int = 0
+    """Nodes that a token's experts are on at most (DeepSeek-V3's grouped routing); 0: no limit."""
     latent: int = 0
     """Size that tokens are projected to before the experts; 0: they stay as they are."""
 
@@ -182,6 +184,10 @@ class ModelShape:
     frozen_bytes: float = 0.0
     """Held on each device besides the model: text encoders, VAE."""
     norm: Literal["rms", "layer"] = "rms"
+    predicted_tokens: int = 0
+    """Tokens after the next that can be predicted in training besides, each by a layer and a pass of the head."""
+    heads: int = 1
+    """Passes of the head for a token."""
 
     def is_first_kind(self, block: Block) -> bool:
         """Whether ``block`` is the few dense layers that stand before all layers with experts."""
@@ -207,7 +213,13 @@ class ModelShape:
     def active_parameters(self) -> float:
         """Parameters that one token passes, head included and embedding not."""
         blocks = sum(block.count * block.active_parameters(self.hidden) for block in self.blocks)
-        return blocks + self.vocabulary * self.hidden
+        return blocks + self.heads * self.vocabulary * self.hidden
+
+    def with_predicted_tokens(self) -> "ModelShape":
+        """The model as trained on predicting several tokens: a layer of the last kind more for each."""
+        *others, last = self.blocks
+        more = replace(last, count=last.count + self.predicted_tokens)
+        return replace(self, blocks=(*others, more), heads=1 + self.predicted_tokens)
 
     def model_flops_per_token(self, sequence: int, causal_half: bool = True) -> float:
         """FLOPs of forward and backward for a token, without recomputation: 6 a parameter, and attention.
