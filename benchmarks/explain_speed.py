@@ -2,13 +2,14 @@
 
 The trace is 12 copies of a public one (A100, DDP, 109 thousand events) end to end, shifted in time: 1.31 million
 events. Each side runs in a process of its own, one after the other. HolisticTraceAnalysis 0.5.0 wants pandas 2: give
-the Python of an environment that has them with --hta-python; without, only headway is measured.
+the Python of an environment that has them with --hta-python or HTA_PYTHON; without, only headway is measured.
 Run: python benchmarks/explain_speed.py --trace TRACE --hta-python ENVIRONMENT/bin/python
 """
 
 import argparse
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--copies", type=int, default=12)
-    parser.add_argument("--hta-python")
+    parser.add_argument("--hta-python", default=os.environ.get("HTA_PYTHON"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -36,7 +36,6 @@ WARM_UP_ROUNDS = 2
 GLOBAL_BATCH = 8
 TIMEOUT_S = 1200.0
 WIDE = {
-    "num_hidden_layers": 4,
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_attention_heads": 8,

@@ -80,9 +80,109 @@ def bfloat16_on_cpu(result: Any) -> Iterator[list[str]]:
         yield [row["case"], *(f"{row[way]:.0f}" for way in ("float32_ms", "pytorch_ms", "emulated_ms"))]
 
 
+def layouts(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading; of the traffic, then of the time."""
+    yield ["layout", "model", "ranks", "axis", "messages", "bytes", "times formula"]
+    for case in result["traffic"]:
+        for axis in dict.fromkeys(row["axis"] for row in case["rows"]):
+            of_axis = [row for row in case["rows"] if row["axis"] == axis]
+            by_rank = {row["rank"]: [r for r in of_axis if r["rank"] == row["rank"]] for row in of_axis}
+            most = max(by_rank.values(), key=lambda rows: sum(row["bytes"] for row in rows))
+            messages, sent = (sum(row[what] for row in most) for what in ("messages", "bytes"))
+            pairs = [(row[what], row[f"formula_{what}"]) for row in of_axis for what in ("messages", "bytes")]
+            exact = all(counted == formula for counted, formula in pairs)
+            ratio = "1" if exact else f"{sent / (sum(row['formula_bytes'] for row in most) or float('nan')):.4f}"
+            place = [case["layout"], case["model"], str(case["ranks"]), axis]
+            yield [*place, f"{messages:,}", f"{sent:,.0f}", ratio]
+    yield []
+    yield ["layout", "model", "ranks", "step (ms)", "times FSDP", "95 % interval", "load of the machine before"]
+    for case in result["times"]:
+        for layout, row in case["layouts"].items():
+            low, high = row["times_fsdp_95"]
+            numbers = [f"{1e3 * row['median_s']:.0f}", f"{row['times_fsdp']:.2f}", f"{low:.2f}-{high:.2f}"]
+            yield [layout, case["model"], str(case["ranks"]), *numbers, f"{case['load_before']:.1f}"]
+
+
+def pipeline_schedules(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield ["schedule", "stages a rank", "idle, measured (%)", "order (%)", "formula (%)", "micro-batches held"]
+    for row in result["results"]:
+        shares = [f"{100 * row[what]:.1f}" for what in ("measured", "order", "formula")]
+        held = f"{max(row['held'].values()):g}-{min(row['held'].values()):g}"
+        yield [row["schedule"], str(row["stages_per_rank"]), *shares, held]
+
+
+def explain_speed(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield ["what reads", "seconds", "processor seconds", "peak memory (MiB)"]
+    for side in ("headway", "hta"):
+        if side in result:
+            yield [side, *(f"{result[side][what]:,.1f}" for what in ("wall_s", "processor_s", "peak_mib"))]
+
+
+def published_runs(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield [
+        "source",
+        "rows",
+        "time: mean abs %",
+        "bias %",
+        "P90 %",
+        "in range %",
+        "regret %",
+        "memory: rows",
+        "mean abs %",
+    ]
+    every = {**result["sources"], **result["kinds"], "all": result["overall"]}
+    for source, errors in every.items():
+        time = ["", "", "", "", ""]
+        if errors["rows"]:
+            numbers = (errors["mean_absolute_percent"], errors["bias"], errors["p90"], 100 * errors["coverage"])
+            time = [str(errors["rows"]), *(f"{number:.1f}" for number in numbers)]
+        regret = "" if errors["regret"] is None else f"{errors['regret']:.1f}"
+        memory = errors["memory"]
+        held = [str(memory["rows"]), f"{memory['mean_absolute_percent']:.1f}"] if memory else ["", ""]
+        yield [source, *time, regret, *held]
+
+
+def cost_model(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield ["what", "sources", "mean abs %", "median %", "bias %", "P90 %"]
+    for what, total in result["totals"].items():
+        numbers = (total[key] for key in ("mape", "median", "bias", "p90"))
+        yield [what, str(total["sources"]), *(f"{number:.1f}" for number in numbers)]
+
+
 TABLES: dict[str, Table] = {
-    table.__name__: table for table in (trainer_overhead, checkpoint_stall, ema_step, data_sources, bfloat16_on_cpu)
+    table.__name__: table
+    for table in (
+        trainer_overhead,
+        checkpoint_stall,
+        ema_step,
+        data_sources,
+        bfloat16_on_cpu,
+        layouts,
+        pipeline_schedules,
+        explain_speed,
+        cost_model,
+        published_runs,
+    )
 }
+TABLES_BESIDE = {
+    "explain_speed": FOLDER.parents[1] / "shared" / "traces",
+    "cost_model": FOLDER.parents[1] / "shared" / "microbench",
+    "published_runs": FOLDER.parents[1] / "shared" / "published",
+}
+"""Public measurements that lie beside the repository, by the benchmark that reads them."""
+
+
+def lacking(name: str) -> str | None:
+    """What a benchmark needs that is not here; None: nothing."""
+    if name in TABLES_BESIDE and not TABLES_BESIDE[name].exists():
+        return f"{TABLES_BESIDE[name]} is not there"
+    if name == "explain_speed" and "HTA_PYTHON" not in os.environ:
+        return "HTA_PYTHON does not name the Python of an environment with HolisticTraceAnalysis"
+    return None
 
 
 def machine() -> dict[str, Any]:
@@ -105,6 +205,9 @@ def _processor() -> str:
 
 def run(name: str) -> None:
     """Run one benchmark and keep its result, with the machine that it ran on."""
+    if (reason := lacking(name)) is not None:
+        print(f"passed over: {reason}", flush=True)
+        return
     path = RESULTS / f"{name}.json"
     subprocess.run([sys.executable, FOLDER / f"{name}.py", "--json", path], check=True)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": machine()}, indent=1) + "\n")
@@ -118,6 +221,9 @@ def page() -> str:
         "medians unless a heading says otherwise, to be compared within a table: there all ways took turns in one run.",
     ]
     for name, table in TABLES.items():
+        if not (RESULTS / f"{name}.json").exists():
+            parts += [f"## {name}", _about(name), "No result is kept."]
+            continue
         result = json.loads((RESULTS / f"{name}.json").read_text())
         facts = ", ".join(f"{key} {value}" for key, value in result.get("machine", {}).items()) or "not recorded"
         parts += [f"## {name}", _about(name), _markdown(list(table(result))), f"Measured on: {facts}."]
@@ -131,6 +237,10 @@ def _about(name: str) -> str:
 
 
 def _markdown(rows: list[list[str]]) -> str:
+    """A table; an empty row begins another one."""
+    if [] in rows:
+        end = rows.index([])
+        return f"{_markdown(rows[:end])}\n\n{_markdown(rows[end + 1 :])}"
     heading, *body = rows
     lines = [heading, ["---"] * len(heading), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

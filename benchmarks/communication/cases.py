@@ -41,8 +41,6 @@ class Case:
         return recipes.recipe(self.kind, folder, self.sections | {"layout": self.layout, "run": run})
 
 
-FOUR_LAYERS = recipes.DECODER | {"num_hidden_layers": 4}
-DEEP = {"model": {"config": FOUR_LAYERS}}
 CASES = [
     Case("FSDP", "decoder", 2, {}),
     Case("FSDP", "decoder", 4, {}),
@@ -65,6 +63,13 @@ CASES = [
         sections={"memory": {"activation_checkpointing": "full"}},
     ),
     Case(
+        "tensor and sequence parallel, full checkpointing",
+        "decoder",
+        2,
+        {"tp": 2},
+        sections={"memory": {"activation_checkpointing": "full"}},
+    ),
+    Case(
         "tensor parallel, selective checkpointing",
         "decoder",
         2,
@@ -78,24 +83,24 @@ CASES = [
     Case("ring, 45 tokens", "decoder", 4, {"cp": 4, "cp_kind": "ring"}, sections={"data": {"sequence_length": 45}}),
     Case("ring", "denoiser", 2, {"cp": 2, "cp_kind": "ring"}),
     Case("ring of Ulysses", "decoder", 4, {"cp": 4, "cp_kind": "both", "cp_ulysses": 2}),
-    Case("pipeline, 1F1B", "decoder", 2, {"pp": 2}, 4, DEEP),
+    Case("pipeline, 1F1B", "decoder", 2, {"pp": 2}, 4),
     Case("pipeline, 1F1B", "denoiser", 2, {"pp": 2}, 4),
-    Case("pipeline, interleaved", "decoder", 2, {"pp": 2, "pp_schedule": "interleaved_1f1b"}, 4, DEEP),
-    Case("pipeline, ZBV", "decoder", 2, {"pp": 2, "pp_schedule": "zbv"}, 4, DEEP),
+    Case("pipeline, interleaved", "decoder", 2, {"pp": 2, "pp_schedule": "interleaved_1f1b"}, 4),
+    Case("pipeline, ZBV", "decoder", 2, {"pp": 2, "pp_schedule": "zbv"}, 4),
     Case(
         "pipeline, tied embedding",
         "decoder",
         2,
         {"pp": 2},
         4,
-        {"model": {"config": FOUR_LAYERS | {"tie_word_embeddings": True}}},
+        {"model": {"config": recipes.DECODER | {"tie_word_embeddings": True}}},
     ),
     Case("experts", "experts", 2, {"ep": 2}),
     Case("experts", "experts", 4, {"ep": 4}),
     Case("tensor parallel x FSDP", "decoder", 4, {"tp": 2}),
     Case("tensor parallel x Ulysses", "decoder", 4, {"tp": 2, "cp": 2}),
-    Case("pipeline x FSDP", "decoder", 4, {"pp": 2}, 4, DEEP),
-    Case("pipeline x tensor parallel", "decoder", 4, {"pp": 2, "tp": 2}, 4, DEEP),
+    Case("pipeline x FSDP", "decoder", 4, {"pp": 2}, 4),
+    Case("pipeline x tensor parallel", "decoder", 4, {"pp": 2, "tp": 2}, 4),
 ]
 
 
@@ -217,7 +222,7 @@ def decoder_tensor_parallel(s: Setting, tokens: int, width: int) -> Traffic:
     return together(
         [
             formulas.tensor_parallel_regions(
-                2 * layers, tp=size.tp, sequence=s.sequence, again=layers if full else 0, **common
+                2 * layers, tp=size.tp, sequence=s.sequence, recomputed=layers if full else 0, **common
             ),
             formulas.split_tokens(tp=size.tp, **common) if s.sequence else Traffic(),
             formulas.vocabulary_parallel(

@@ -83,7 +83,7 @@ def replicated(units: Iterable[Sequence[Shape]], *, replicas: int, ranks: int, r
 
 
 def tensor_parallel_regions(
-    regions: int, *, tp: int, activations: int, element: int, micro_batches: int, sequence: bool, again: int = 0
+    regions: int, *, tp: int, activations: int, element: int, micro_batches: int, sequence: bool, recomputed: int = 0
 ) -> Traffic:
     """Regions of column and row divisions: attention and feed-forward are one each.
 
@@ -92,14 +92,14 @@ def tensor_parallel_regions(
     sequence parallelism an all-gather where it is entered and a reduce-scatter where it is left, and the reverse in the
     backward pass: 2 + 2, 4 + 4 a block, the same bytes (Korthikanti et al. 2022, section 4.2.2).
 
-    ``again``: sums at the end of a region that activation checkpointing computes again. With sequence parallelism the
-    gather before it is computed again with it.
+    ``recomputed``: blocks of two regions that full activation checkpointing runs again. They repeat all but the sum at
+    their end, which nothing within the block needs: 1 all-reduce, or 2 all-gathers and 1 reduce-scatter.
     """
     whole = activations * element
     if sequence:
-        pair = all_gather("tp", tp, whole) + reduce_scatter("tp", tp, whole)
-        return pair * (2 * regions * micro_batches)
-    return all_reduce("tp", tp, whole) * ((2 * regions + again) * micro_batches)
+        gather, scatter = all_gather("tp", tp, whole), reduce_scatter("tp", tp, whole)
+        return ((gather + scatter) * (2 * regions) + (gather * 2 + scatter) * recomputed) * micro_batches
+    return all_reduce("tp", tp, whole) * ((2 * regions + recomputed) * micro_batches)
 
 
 def split_tokens(*, tp: int, activations: int, element: int, micro_batches: int) -> Traffic:

@@ -14,7 +14,7 @@ DECODER: dict[str, Any] = {
     "vocab_size": 260,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
