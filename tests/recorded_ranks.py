@@ -51,7 +51,9 @@ def different(rehearsed: Record, real: Record) -> list[str]:
     found = []
     first, second = comparable(rehearsed), comparable(real)
     if len(first) != len(second):
-        found.append(f"{len(first)} and {len(second)} operators: {names(first) - names(second)} {names(second) - names(first)}")
+        found.append(
+            f"{len(first)} and {len(second)} operators: {names(first) - names(second)} {names(second) - names(first)}"
+        )
     for number, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             found.append(f"operator {number}:\n  {one}\n  {other}")

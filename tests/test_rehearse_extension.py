@@ -1,8 +1,8 @@
 """A step extended from few blocks is the step of all of them: every operator, byte, dependency and allocation."""
 
 import pytest
-import rehearsed_recipes as recipes
 
+import rehearsed_recipes as recipes
 from headway.rehearse import rehearsal, rehearse
 from headway.rehearse.dress_rehearsal import rehearse_whole
 from headway.rehearse.tokens import renumbered
@@ -11,7 +11,11 @@ CASES = {
     "one device": (recipes.layers(9), 1, 0),
     "shards, accumulation, checkpointing": (recipes.layers(9, memory={"activation_checkpointing": "full"}), 2, 1),
     "tensor parallel": (recipes.layers(9, layout={"tp": 2}, run={"global_batch": 2}), 4, 0),
-    "last stage of a pipeline": (recipes.layers(18, layout={"pp": 2, "pp_cuts": [9, 9]}, run={"global_batch": 3}), 2, 1),
+    "last stage of a pipeline": (
+        recipes.layers(18, layout={"pp": 2, "pp_cuts": [9, 9]}, run={"global_batch": 3}),
+        2,
+        1,
+    ),
     "two kinds of block": (recipes.flux(8, 9, run={"global_batch": 2}), 2, 0),
 }
 

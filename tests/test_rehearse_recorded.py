@@ -1,13 +1,13 @@
-"""What a rehearsal writes down is what a real run over gloo does: operators, collectives, bytes and memory, in order."""
+"""What a rehearsal writes down is what a real run over gloo does: operators, collectives, bytes and memory."""
 
 from dataclasses import replace
 
 import pytest
+
 import rehearsed_recipes as recipes
+from headway.rehearse.dress_rehearsal import rehearse_whole
 from ranks import run_ranks
 from recorded_ranks import comparable, different, held, recorded
-
-from headway.rehearse.dress_rehearsal import rehearse_whole
 
 LAYOUTS = {
     "one device, accumulation": (1, recipes.text()),
@@ -55,7 +55,9 @@ def test_experts_exchange_in_the_order_of_a_real_run():
 
     def without_sizes(record):
         return [
-            replace(o, flops=0, work=None, reads=(), writes=(), collective=o.collective and replace(o.collective, bytes=0))
+            replace(
+                o, flops=0, work=None, reads=(), writes=(), collective=o.collective and replace(o.collective, bytes=0)
+            )
             for o in comparable(record)
         ]
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-import rehearsed_recipes as recipes
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
+import rehearsed_recipes as recipes
 from headway.errors import UserError
 from headway.models import build_model
 from headway.rehearse import rehearse, roles
@@ -114,7 +114,10 @@ def test_control_flow_that_depends_on_data_is_refused_by_name(monkeypatch):
 
 
 def test_what_is_replaced_is_put_back():
-    owners = [(owner, name) for owner, name in UPDATES] + [(torch.nn.Module, "_apply"), (torch.UntypedStorage, "resize_")]
+    owners = [(owner, name) for owner, name in UPDATES] + [
+        (torch.nn.Module, "_apply"),
+        (torch.UntypedStorage, "resize_"),
+    ]
     before = [vars(owner).get(name) for owner, name in owners]
     with pytest.raises(UserError), recorded_streams(Device()), without_ranks():
         raise UserError("in the middle")

@@ -99,7 +99,13 @@ def _conversations(recipe: Recipe, built: BuiltModel, size: int, empty: Callable
     vision, length = config.vision_config, recipe.data.sequence_length
     side = recipe.data.resolution
     unit = vision.patch_size * vision.spatial_merge_size
-    grid = [1, *(max(1, round(s / unit)) * vision.spatial_merge_size for s in ((side, side) if isinstance(side, int) else side))]
+    grid = [
+        1,
+        *(
+            max(1, round(s / unit)) * vision.spatial_merge_size
+            for s in ((side, side) if isinstance(side, int) else side)
+        ),
+    ]
     seen = math.prod(grid) // vision.spatial_merge_size**2
     if seen >= length:
         raise UserError(

@@ -81,7 +81,9 @@ class _Extension:
             self._emit_fixed(run)
             return
         one = self.series[run.block.series]
-        own = [_Emitted(token, run.block, run.block._replace(index=one.shifted(run.block.index))) for token in run.tokens]
+        own = [
+            _Emitted(token, run.block, run.block._replace(index=one.shifted(run.block.index))) for token in run.tokens
+        ]
         if run.block.index != one.template:
             self.emitted += own
             return
@@ -307,5 +309,3 @@ class _Extension:
                     )
                 )
         return found
-
-

@@ -71,9 +71,10 @@ class FakeValues:
                     return _grouped_product(function, args, kwargs)
                 return function(*args, **kwargs)
             except DataDependentOutputException as error:
+                module = where.now()[1] or "the model"
                 raise UserError(
-                    f"{where.now()[1] or 'the model'} looks at a value that a rehearsal does not have ({error.func}): its "
-                    "control flow depends on data, so what a step does can't be told beforehand. Take that out of the "
+                    f"{module} looks at a value that a rehearsal does not have ({error.func}): its control "
+                    "flow depends on data, so what a step does can't be told beforehand. Take that out of the "
                     "model's code, or measure a real run"
                 ) from error
 

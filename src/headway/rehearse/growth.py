@@ -26,7 +26,7 @@ class Growth:
         self._places = {id(allocation): place for place, allocation in enumerate(self._allocations[0])}
 
     def of_operator(self, number: int) -> Operator:
-        """The fixed operator ``number`` of the base record, grown; what it does to blocks' storages is left as it is."""
+        """The fixed operator ``number`` of the base record, grown, but for what it does to blocks' storages."""
         base, *longer = (operators[self._base.places[number].offset] for operators in self._operators)
         if any(other.name != base.name for other in longer):
             raise NotPeriodic(f"one block more puts another operator in the place of {base.name} outside of blocks")
@@ -81,11 +81,7 @@ def grown(base: Sized, longer: Sequence[Sized], copies: Sequence[int]) -> Sized:
 
 def _fixed_operators(runs: Runs) -> list[Operator]:
     return [
-        token.operator
-        for run in runs.runs
-        if run.block is None
-        for token in run.tokens
-        if token.operator is not None
+        token.operator for run in runs.runs if run.block is None for token in run.tokens if token.operator is not None
     ]
 
 

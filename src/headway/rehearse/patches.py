@@ -193,7 +193,7 @@ def without_ranks() -> Iterator[None]:
     replaced.put(_fsdp_param, "_chunk_with_empty", FewChunks)
     # A mesh's table of ranks must be real.
     replaced.around(DeviceMesh, "__init__", lambda *_, **__: unset_fake_temporarily())
-    # Moving a module lets FSDP2 read its parameters again. They are where they should be, and fake ones can't be swapped.
+    # Moving a module lets FSDP2 read its parameters again. They are where they should be, and fake ones can't move.
     replaced.put(nn.Module, "_apply", _visit_children)
     # The rehearsed device is no CPU: its products are not emulated.
     replaced.put(layout, "has_bfloat16_instructions", lambda: True)

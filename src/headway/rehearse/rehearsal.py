@@ -72,9 +72,7 @@ def _by_one(series: Sequence[Series], place: int, paths: list[list[str]]) -> lis
     ]
 
 
-def _check(
-    base: Record, longer: list[tuple[Record, list[list[str]]]], series: list[Series], rehearsed: Record
-) -> None:
+def _check(base: Record, longer: list[tuple[Record, list[list[str]]]], series: list[Series], rehearsed: Record) -> None:
     """Raises NotPeriodic unless extending by one block gives what rehearsing one block more does."""
     found = renumbered(extended(base, longer, series, rehearsed.facts))
     expected = renumbered(rehearsed)

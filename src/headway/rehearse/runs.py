@@ -161,12 +161,15 @@ def _without_gaps(runs: list[Run]) -> list[Run]:
     for place, run in enumerate(runs):
         after = runs[place + 1].block if place + 1 < len(runs) else None
         before = joined[-1].block if joined else None
-        if run.block is None and before is not None and after is not None and before.series == after.series:
-            if abs(before.index - after.index) <= 1:
-                runs[place + 1] = Run(after, run.tokens + runs[place + 1].tokens)
-                continue
+        if run.block is None and before is not None and after is not None and _are_neighbours(before, after):
+            runs[place + 1] = Run(after, run.tokens + runs[place + 1].tokens)
+            continue
         if joined and joined[-1].block == run.block:
             joined[-1].tokens.extend(run.tokens)
         else:
             joined.append(run)
     return joined
+
+
+def _are_neighbours(one: Block, other: Block) -> bool:
+    return one.series == other.series and abs(one.index - other.index) <= 1

@@ -25,8 +25,16 @@ LISTS = {
     "model.layers": "num_hidden_layers",
 }
 """Module list of blocks -> the key of the model's config that tells how many."""
-IRREGULAR = ("dual_attention_layers", "mlp_only_layers", "no_rope_layers", "sliding_window_pattern", "decoder_sparse_step",
-             "moe_layer_freq", "first_k_dense_replace", "interleave_moe_layer_step")  # fmt: skip
+IRREGULAR = (
+    "dual_attention_layers",
+    "mlp_only_layers",
+    "no_rope_layers",
+    "sliding_window_pattern",
+    "decoder_sparse_step",
+    "moe_layer_freq",
+    "first_k_dense_replace",
+    "interleave_moe_layer_step",
+)
 """Keys of configs that make blocks of a list differ, unless they are empty, 0 or 1."""
 REHEARSED = 5
 """Blocks of a list on a stage in a shortened recipe: the template in the middle, a regular one on either side, and the

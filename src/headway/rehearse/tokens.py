@@ -53,7 +53,8 @@ def renumbered(record: Record) -> Record:
         return tuple(Access(serial(access.storage), access.bytes) for access in given)
 
     operators = [replace(o, reads=accesses(o.reads), writes=accesses(o.writes)) for o in record.operators]
-    allocations = [replace(a, storage=serial(a.storage)) for a in record.allocations]
+    untouched = sorted(record.allocations, key=lambda a: (a.allocated_event, a.module, a.category))
+    allocations = [replace(a, storage=serial(a.storage)) for a in untouched]
     return replace(record, operators=operators, allocations=sorted(allocations, key=_order))
 
 

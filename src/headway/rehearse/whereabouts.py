@@ -19,7 +19,7 @@ class Whereabouts:
     """
 
     def __init__(self, models: list[nn.Module], blocks: list[str], others: dict[str, nn.Module]) -> None:
-        """``models``: with one set of names; ``blocks``: paths of repeated blocks; ``others``: frozen modules by name."""
+        """``models``: with one set of names; ``blocks``: paths of repeated ones; ``others``: frozen modules."""
         self._paths = {id(module): path for model in models for path, module in model.named_modules()}
         for name, other in others.items():
             self._paths |= {id(module): ".".join(filter(None, (name, path))) for path, module in other.named_modules()}

@@ -16,7 +16,8 @@ aten = torch.ops.aten
 NO_KERNEL = frozenset(
     {
         "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "_local_scalar_dense",
-        "_wrap_tensor_autograd", "_unsafe_view", "_reshape_alias", "lift_fresh", "scalar_tensor", "set_", "resize_", "is_same_size", "_version", "item", "is_nonzero", "record_stream",
+        "_wrap_tensor_autograd", "_unsafe_view", "_reshape_alias", "lift_fresh", "scalar_tensor",
+        "set_", "resize_", "is_same_size", "_version", "item", "is_nonzero", "record_stream",
     }
 )  # fmt: skip
 """Operators that allocate, look or relabel, and launch nothing."""
@@ -30,7 +31,8 @@ KINDS: dict[OperatorKind, tuple[str, ...]] = {
     ),
     "cast": ("_to_copy",),
     "permute": (
-        "clone", "copy_", "_foreach_copy_", "cat", "stack", "index", "index_select", "index_copy", "index_put_", "gather",
+        "clone", "copy_", "_foreach_copy_", "cat", "stack", "index", "index_select", "index_copy", "index_put_",
+        "gather",
         "embedding", "embedding_dense_backward", "scatter_add", "scatter_add_", "chunk_cat", "_chunk_cat", "roll",
         "split_with_sizes_copy", "all_gather_copy_in", "constant_pad_nd", "slice_backward", "select_backward", "flip",
         "as_strided_copy", "repeat", "sort", "argsort", "pixel_unshuffle", "pixel_shuffle",
