@@ -10,7 +10,6 @@ import numpy as np
 from headway.cluster import Cluster
 from headway.rehearse.allocator import ROUND, Block, CachingAllocator, OutOfMemory
 from headway.rehearse.columns import Flags, Integers
-from headway.rehearse.durations import group_on
 from headway.rehearse.program import CPU
 from headway.rehearse.record import BEFORE, Allocation
 from headway.rehearse.simulate import Ranged, RankTimes
@@ -188,7 +187,9 @@ def _on_device(
     reserved = history.play(None)
     assert reserved is not None
     context, communicator = Ranged(*CONTEXT_BYTES), Ranged(*COMMUNICATOR_BYTES)
-    several = sum(bool(group_on(cluster, group.ranks).used()) for group in times.program.groups.values())
+    columns = times.program.columns
+    talking = {columns.texts[place] for place in np.unique(columns.group[columns.communicates]).tolist()}
+    several = sum(times.program.groups[group].size > 1 for group in talking)
     outside = Ranged(
         *(getattr(context, end) + several * getattr(communicator, end) for end in ("value", "low", "high"))
     )
