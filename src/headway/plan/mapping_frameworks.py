@@ -77,8 +77,6 @@ def _quantisation(run: Run) -> dict[str, Any]:
     precision = run.words["precision"]
     if "rowwise" in precision:
         return {"quantise": "rowwise"}
-    if re.search(r"NeMo \d|25\.04|24\.1", run.framework):
-        return {"quantise": "delayed"}
     return {}
 
 
@@ -160,7 +158,7 @@ def _recomputation(run: Run) -> tuple[float, set[Recomputed]]:
     if stated.startswith("selective"):
         return 0.0, {"core_attention"}
     if not stated and "maxtext" in run.framework.lower():
-        return 1.0, set()
+        return 0.0, {"mlp", "norm"}
     return 0.0, set(_recipe(run).get("recompute", ()))
 
 

@@ -68,7 +68,8 @@ def memory(shape: ModelShape, layouts: Layouts, settings: Settings, behaviour: B
     at_work = layer * (behaviour.layer_at_work if again else 0.0)
     working = _working(shape, dense, routed, layouts, settings, behaviour)
     first_peak, last_peak = first + at_work, last + np.maximum(loss, at_work)
-    is_first = (first_peak >= last_peak) & (layouts.pp > 1)
+    few_experts = shape.is_first_kind(shape.blocks[0]) & (stage <= 2 * shape.blocks[0].count)
+    is_first = (first_peak >= last_peak) & (layouts.pp > 1) & ~few_experts  # such a first stage has fewer parameters
     activations = np.where(is_first, first_peak, last + np.where(loss >= at_work, 0.0, at_work))
     alive = np.where(is_first | (loss < at_work), 0.0, loss)
     working = working + shape.frozen_bytes
@@ -131,4 +132,5 @@ def _working(
         layer_by_layer = 2.0 * behaviour.parameter_bytes * one + behaviour.gradient_bytes * one + 4.0 * ends
         kept = (behaviour.parameter_bytes + behaviour.gradient_bytes) * (dense + routed)
         return np.where((layouts.pp > 1) & behaviour.fsdp_keeps_gathered, kept, layer_by_layer)
-    return np.where(behaviour.accumulates_in > 4, 2.0, 0.0) * (one + ends)
+    inner_layer = inner / stage  # experts' gradients go straight into their sums
+    return np.where(behaviour.accumulates_in > 4, 2.0, 0.0) * (inner_layer + ends)

@@ -316,7 +316,11 @@ def _data_parallel(
     settings: Settings,
     behaviour: Behaviour,
 ) -> Parts:
-    """ddp and distributed_optimizer: gradients are reduced once a step, parameters gathered where states are shared."""
+    """ddp and distributed_optimizer: gradients are reduced once a step, parameters gathered where states are shared.
+
+    Gradients can be reduced while the last micro-batch goes backward; with interleaving from when the first chunk has
+    seen its last one, (virtual - 1) / virtual of the pipeline's depth earlier. Parameters likewise, ahead.
+    """
     if settings.data_parallel == "fsdp":
         return Parts({})
     dense, routed = parameters_of_device(shape, layouts)
@@ -342,8 +346,9 @@ def _data_parallel(
         reduce, gather = over("reduce_scatter", behaviour.gradient_bytes), over("all_gather", behaviour.parameter_bytes)
     if not behaviour.data_overlaps:
         return Parts({"data": reduce if gather is None else reduce + gather})
+    window = np.maximum(0.9, layouts.pp * (1 - 1 / layouts.virtual))
     backward, forward = (
-        Estimate(parts.total(), parts.end_by_end().low, parts.end_by_end().high) * 0.9
+        Estimate(parts.total(), parts.end_by_end().low, parts.end_by_end().high) * window
         for parts in (stage.backward, stage.forward)
     )
     left = exposed(reduce, backward)

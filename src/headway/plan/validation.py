@@ -195,7 +195,7 @@ def _predicted(case: Case) -> tuple[Case, Prediction]:
     """
     if case.micro_batch_stated:
         found = predict(case.cluster, case.shape, case.layouts, case.settings, case.behaviour)
-        unsaid = not case.run.words["recompute"] and not case.settings.recompute_layers
+        unsaid = not (case.run.words["recompute"] or case.settings.recompute_layers or case.settings.recompute)
         if unsaid and float(np.ravel(found.peak_memory_gib.low)[0]) > 1.1 * case.cluster.accelerator.memory_gb:
             case = replace(case, settings=replace(case.settings, recompute_layers=1.0))
             found = predict(case.cluster, case.shape, case.layouts, case.settings, case.behaviour)
