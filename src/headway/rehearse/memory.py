@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +66,7 @@ class Memory:
     categories: tuple[Holding, ...]
     """What the peak is held for, largest first; all together are the peak."""
     modules: tuple[Holding, ...]
-    """The modules (repeated blocks as a whole) that hold most of it."""
+    """The modules that hold most of it, those of all repeated blocks of a class together."""
     reserved_bytes: int
     """That the caching allocator has asked the device for; on the CPU as ``peak_bytes``."""
     peak: Ranged
@@ -118,7 +118,7 @@ def memory_of(held: Sequence[Allocation], times: RankTimes, cluster: Cluster, *,
         allocated = needed = Ranged(*(getattr(own, end) + getattr(allocated, end) for end in ("value", "low", "high")))
     else:
         reserved, needed, usable = _on_device(held, times, cluster, allocated, expandable)
-    block_of = _blocks_of({allocation.module for allocation in held}, facts.blocks)
+    owner = _owners({allocation.module for allocation in held}, facts.blocks)
     return Memory(
         rank=facts.rank,
         operator=operator,
@@ -128,7 +128,7 @@ def memory_of(held: Sequence[Allocation], times: RankTimes, cluster: Cluster, *,
         peak_bytes=peak,
         peak_operator=int(operator[highest]) if at >= 0 else 0,
         categories=categories,
-        modules=_holdings([block_of[allocation.module] for allocation in held], sizes, there)[:LARGEST_MODULES],
+        modules=_holdings([owner[allocation.module] for allocation in held], sizes, there)[:LARGEST_MODULES],
         reserved_bytes=reserved,
         peak=allocated,
         needed=needed,
@@ -169,13 +169,17 @@ def _holdings(names: list[str], sizes: Integers, there: Flags) -> tuple[Holding,
     return tuple(Holding(name, size, count[name]) for name, size in total.most_common())
 
 
-def _blocks_of(modules: set[str], blocks: Collection[str]) -> dict[str, str]:
-    """The repeated block that each module or parameter is of; else its outermost two names."""
+def _owners(modules: set[str], blocks: Mapping[str, str]) -> dict[str, str]:
+    """Each module or parameter by its outermost two names; within a repeated block by the block's class and those
+    inside of it, so that all blocks count together."""
     found = {}
     for module in modules:
         parts = module.split(".")
-        paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-        found[module] = next((path for path in paths if path in blocks), ".".join(parts[:2]) or MODULE_OF_NONE)
+        ends = (end for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in blocks)
+        end = next(ends, 0)
+        inside = ".".join(parts[end : end + 2])
+        name = ": ".join(filter(None, (blocks[".".join(parts[:end])], inside))) if end else inside
+        found[module] = name or MODULE_OF_NONE
     return found
 
 
