@@ -156,7 +156,11 @@ def shrunk_recipe(name: str, folder: Path) -> Recipe:
         values["optim.decay_steps"] = 1
     if example.data.validation_path is not None:
         values["data.validation_path"] = values["data.path"]
-    if shrunk.weights is not None:
+    if shrunk.weights is not None and example.model.path is None:
+        values["model.tokenizer"] = shrunk.weights(folder / "weights")
+        small = json.loads((values["model.tokenizer"] / "config.json").read_text())
+        values |= {f"model.config.{key}": small[key] for key in example.model.config if isinstance(small[key], int)}
+    elif shrunk.weights is not None:
         values["model.path"] = shrunk.weights(folder / "weights")
         for encoder in example.model.text_encoders:
             values[f"model.text_encoders.{encoder}.path"] = values["model.path"]
@@ -339,9 +343,10 @@ def test_an_exported_language_model_computes_what_the_run_does(
     recipe = finished(name)
     export_run(recipe.run.directory, tmp_path / "out")
     built = trained(recipe)
-    assert recipe.model.path is not None
+    given = recipe.model.path or recipe.model.tokenizer
+    assert given is not None
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer("over a fox").input_ids == AutoTokenizer.from_pretrained(recipe.model.path)("over a fox").input_ids
+    assert tokenizer("over a fox").input_ids == AutoTokenizer.from_pretrained(given)("over a fox").input_ids
     if built.family == "causal_lm":
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         aligned(loaded)
