@@ -153,6 +153,30 @@ def cost_model(result: Any) -> Iterator[list[str]]:
         yield [what, str(total["sources"]), *(f"{number:.1f}" for number in numbers)]
 
 
+def predicted_vs_measured(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading: of each run, then of all."""
+    yield ["data", "layout", "ranks", "step, predicted (ms)", "measured (ms)", "error %", "within"]
+    for case in result["cases"]:
+        yield [case["data"], case["layout"], str(case["ranks"]), *_beside(case, "step_time_s", 1e3, ".0f")]
+    yield []
+    yield ["data", "layout", "ranks", "peak memory, predicted (GiB)", "measured (GiB)", "error %", "within"]
+    for case in result["cases"]:
+        yield [case["data"], case["layout"], str(case["ranks"]), *_beside(case, "peak_memory_gib", 1, ".3f")]
+    yield []
+    yield ["of all runs", "median |error| %", "largest |error| %", "within the range (%)"]
+    for what in ("step_time_s", "peak_memory_gib"):
+        row = result[what]
+        yield [what, f"{row['median_percent']:.1f}", f"{row['largest_percent']:.1f}", f"{100 * row['within']:.0f}"]
+
+
+def _beside(case: Any, what: str, times: float, form: str) -> list[str]:
+    """Predicted with its range, measured, error, and whether the range holds what was measured."""
+    value, low, high = (times * case["predicted"][what][end] for end in ("value", "low", "high"))
+    error, within = (case["errors"][f"{what}_{name}"] for name in ("error_percent", "within"))
+    forecast = f"{value:{form}} ({low:{form}}-{high:{form}})"
+    return [forecast, f"{times * case['measured'][what]:{form}}", f"{error:+.1f}", "yes" if within else "no"]
+
+
 TABLES: dict[str, Table] = {
     table.__name__: table
     for table in (
@@ -166,6 +190,7 @@ TABLES: dict[str, Table] = {
         explain_speed,
         cost_model,
         published_runs,
+        predicted_vs_measured,
     )
 }
 TABLES_BESIDE = {

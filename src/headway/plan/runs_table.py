@@ -40,9 +40,10 @@ class Run:
 
     @property
     def family(self) -> str:
-        """The source without line, version and commit: rows of one table belong together."""
-        text = re.split(r"@| line \d| §", self.source)[0]
-        return text.strip(' "')
+        """The source up to the file that it names, without line, table, version and commit."""
+        words = re.split(r"@| line \d| §| table | section | figure ", self.source)[0].strip(' "').split()
+        paths = [number for number, word in enumerate(words) if "/" in word]
+        return " ".join(words[: paths[0] + 1] if paths else words)
 
     @property
     def contradicts_itself(self) -> bool:
