@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import headway
+from headway.cli.calibrate import calibrate
 from headway.cli.check import check
 from headway.cli.export import export
 from headway.cli.quiet import quieten_libraries
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(check)
 app.command()(export)
+app.command()(calibrate)
 app.command()(rehearse)
 app.command()(validate)
 app.add_typer(recipe_app, name="recipe")

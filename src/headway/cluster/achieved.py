@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from headway.cluster.catalogue import Accelerator, Precision
 
 OperatorKind = Literal["pointwise", "normalisation", "softmax", "cast", "permute", "optimizer"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
@@ -69,12 +70,23 @@ class AttentionRate(Measured):
     source: str = ""
 
 
+class CacheRate(Measured):
+    """Operators on what lies in a processor's last-level cache, where the operator before has just left it."""
+
+    megabytes: Positive
+    """1e6 bytes of the cache that are a device's."""
+    fraction: dict[OperatorKind, Rate]
+    """As ``MemoryRate.fraction``: above 1 where the cache is faster than the memory."""
+
+
 class MemoryRate(Measured):
     """Operators bound by memory, by kind: share of the memory bandwidth that they reach."""
 
     fraction: dict[OperatorKind, Rate]
     startup_us: NonNegative
     """Of every kernel, however small."""
+    cache: CacheRate | None = None
+    """Of the bytes that an operator moves as many as the cache holds go at its rates; None: all go to the memory."""
     source: str = ""
 
 
@@ -83,7 +95,20 @@ class HostRate(Measured):
 
     operator_us: Rate
     """Host time of an eager operator, dispatch and launch."""
+    process_gib: Rate | None = None
+    """Resident memory of a process that trains, its tensors left out; None: not measured."""
+    copy_fraction: Rate | None = None
+    """Share of the link to the host that copies from pinned memory reach; None: not measured."""
     source: str = ""
+
+
+class KindRate(Measured):
+    """One kind of collective by itself: a library need not do all of them by rings of equal rates (gloo scatters the
+    result of a whole all-reduce)."""
+
+    startup_us: NonNegative
+    efficiency: Rate
+    """Share of the link's bandwidth that what crosses it in a ring would then have reached."""
 
 
 class LinkRate(Measured):
@@ -108,6 +133,8 @@ class LinkRate(Measured):
     can't."""
     in_network_from: Annotated[int, Field(ge=2)] = 2
     """Ranks from which the library lets the switch sum."""
+    kinds: dict[CollectiveKind, KindRate] = {}
+    """Kinds that were measured by themselves: in place of the startups and efficiencies of all."""
     source: str = ""
 
 

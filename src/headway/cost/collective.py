@@ -63,7 +63,7 @@ def _ring_transfer(kind: Collective, size: Number, group: Group, sharing: float)
     for level, ranks, parts in group.used():
         interfaces = ranks // parts
         bandwidth = _bandwidth(level, parts, group, sharing) * interfaces
-        slowest = slowest.later(_transfer(crossing, bandwidth, level.achieved.efficiency))
+        slowest = slowest.later(_transfer(crossing, bandwidth, _efficiency(level, kind, level.achieved.efficiency)))
     return slowest
 
 
@@ -94,7 +94,8 @@ def _latency(kind: Collective, size: Number, group: Group) -> Estimate:
             hops = float((parts - 1) * (group.size // ranks))
         else:
             hops = 2 * (parts - 1) if group.is_innermost(level) else 2 * float(np.ceil(np.log2(parts)))
-        microseconds = microseconds + achieved.startup_us + achieved.hop_us * hops + _ramp_us(level, size)
+        startup = _startup_us(level, kind, achieved.startup_us)
+        microseconds = microseconds + startup + achieved.hop_us * hops + _ramp_us(level, size)
     return _ranged(1e3 * microseconds)
 
 
@@ -114,16 +115,30 @@ def _all_to_all(size: Number, group: Group, sharing: float) -> Estimate:
     for level, ranks, parts in group.used():
         leaving = size * (ranks - ranks // parts) / group.size
         bandwidth = _bandwidth(level, parts, group, sharing)
-        slowest = slowest.later(_transfer(leaving, bandwidth, level.achieved.all_to_all_efficiency))
-        startup = np.maximum(startup, level.achieved.all_to_all_startup_us + _ramp_us(level, size))
+        efficiency = _efficiency(level, "all_to_all", level.achieved.all_to_all_efficiency)
+        slowest = slowest.later(_transfer(leaving, bandwidth, efficiency))
+        begins = _startup_us(level, "all_to_all", level.achieved.all_to_all_startup_us)
+        startup = np.maximum(startup, begins + _ramp_us(level, size))
     return slowest + _ranged(1e3 * (startup + PEER_US * (group.size - 1)))
 
 
 def _send_recv(size: Number, group: Group, sharing: float) -> Estimate:
     """A message to the next rank of the group, over the outermost level that the group crosses."""
     level = group.used()[-1][0]
-    transfer = _transfer(size, _bandwidth(level, 2, group, sharing), level.achieved.efficiency)
-    return transfer + _ranged(1e3 * (level.achieved.startup_us + level.achieved.hop_us) + 0.0 * size)
+    efficiency = _efficiency(level, "send_recv", level.achieved.efficiency)
+    startup = _startup_us(level, "send_recv", level.achieved.startup_us)
+    transfer = _transfer(size, _bandwidth(level, 2, group, sharing), efficiency)
+    return transfer + _ranged(1e3 * (startup + level.achieved.hop_us) + 0.0 * size)
+
+
+def _efficiency(level: Level, kind: Collective, usual: Rate) -> Rate:
+    own = level.achieved.kinds.get(kind)
+    return usual if own is None else own.efficiency
+
+
+def _startup_us(level: Level, kind: Collective, usual: float) -> float:
+    own = level.achieved.kinds.get(kind)
+    return usual if own is None else own.startup_us
 
 
 def _transfer(size: Number, gb_per_s: float, efficiency: Rate) -> Estimate:

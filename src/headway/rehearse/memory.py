@@ -31,7 +31,8 @@ USABLE = (0.985, 0.955, 0.995)
 """Of a device's memory as sold, counted as GiB, what programs get: 79.2 of an H100's 80, 140.4 of an H200's 141, 44.4
 to 45 of an L40S's 48."""
 INTERPRETER_BYTES = (0.55 * GIB, 0.45 * GIB, 0.75 * GIB)
-"""Resident memory of a process that trains on the CPU, without its tensors: Python, torch and the model libraries."""
+"""Resident memory of a process that trains on the CPU, without its tensors: Python, torch and the model libraries. Where
+it was not measured."""
 PROBABLE = 1.2816
 """Standard deviations between the middle of a normal distribution and an end of the range that holds four fifths."""
 MODULE_OF_NONE = "(outside of modules: the loss)"
@@ -113,7 +114,7 @@ def memory_of(held: Sequence[Allocation], times: RankTimes, cluster: Cluster, *,
     low = ALLOCATED_RANGE[0] * (peak - (1 - kept) * activations)
     allocated = Ranged(float(peak), low, ALLOCATED_RANGE[1] * peak)
     if on_host:
-        own = Ranged(*INTERPRETER_BYTES)
+        own = _process_of(cluster)
         reserved, usable = peak, None
         allocated = needed = Ranged(*(getattr(own, end) + getattr(allocated, end) for end in ("value", "low", "high")))
     else:
@@ -134,6 +135,14 @@ def memory_of(held: Sequence[Allocation], times: RankTimes, cluster: Cluster, *,
         needed=needed,
         usable=usable,
     )
+
+
+def _process_of(cluster: Cluster) -> Ranged:
+    """Bytes of a process without its tensors."""
+    measured = cluster.achieved.host.process_gib
+    if measured is None:
+        return Ranged(*INTERPRETER_BYTES)
+    return Ranged(measured.value, measured.low, measured.high).scaled(GIB)
 
 
 def _changes(held: Sequence[Allocation], sizes: Integers) -> tuple[Integers, Integers, Integers, Integers]:

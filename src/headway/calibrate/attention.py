@@ -1,0 +1,106 @@
+"""Fused attention, forward and backward, by head size and length."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from headway.calibrate.bench import Bench
+from headway.calibrate.effort import Effort
+from headway.calibrate.fit import fitted, ranged, rounded
+
+BACKWARD_PRODUCTS = 2.5
+"""As ``headway.cost.attention`` counts them."""
+HEAD_SIZES = {"cpu": (16, 32, 64, 128), "cuda": (64, 128)}
+HEADS = {"cpu": (2, 4), "cuda": (2, 16)}
+"""Samples and heads."""
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Of one pass over ``samples · heads`` times ``keys`` queries and keys."""
+
+    head_size: int
+    heads: int
+    keys: int
+    causal: bool
+    backward: bool
+    seconds: float
+
+    @property
+    def seen(self) -> float:
+        """Keys that the mean query sees."""
+        return (self.keys + 1) / 2 if self.causal else float(self.keys)
+
+    @property
+    def flops(self) -> float:
+        """What the mask hides left out."""
+        return 4.0 * self.heads * self.keys * self.seen * self.head_size * (BACKWARD_PRODUCTS if self.backward else 1)
+
+
+def measure_attention(bench: Bench, effort: Effort) -> list[AttentionTime]:
+    """Lengths from the longest down by halves, causal and not."""
+    nothing = dict.fromkeys((False, True), 0.0)
+    if bench.device.type == "cpu":
+        nothing = {backward: _time(bench, 16, 1, False, backward).seconds for backward in (False, True)}
+    lengths = [effort.longest_sequence // part for part in (1, 2, 4, 8)]
+    found = []
+    for head_size in HEAD_SIZES[bench.device.type]:
+        for keys in lengths:
+            for causal in (False, True):
+                for backward in (False, True):
+                    time = _time(bench, head_size, keys, causal, backward)
+                    net = max(time.seconds - nothing[backward], 0.02 * time.seconds)
+                    found.append(AttentionTime(head_size, time.heads, keys, causal, backward, net))
+    return found
+
+
+def attention_rates(times: list[AttentionTime], peak_tflops: float, source: str) -> dict[str, Any]:
+    """A kernel of ``achieved.attention``; ``peak_tflops``: the dense bfloat16 peak, of which efficiencies are shares.
+
+    ``t = flops / (peak · e) + (s0 / (peak · e)) · flops / keys``, with one s0 of all head sizes and passes.
+    """
+    halves = []
+    for own in _series(times).values():
+        shallow = [time.flops / time.seen for time in own]
+        per_flop, per_short = fitted([time.flops for time in own], [time.seconds for time in own], shallow)
+        halves.append(per_short / per_flop)
+    half = sorted(halves)[len(halves) // 2]
+    passes: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
+    for (head_size, backward), own in _series(times).items():
+        seconds = [time.seconds for time in own]
+        work = [time.flops * (1 + half / time.seen) for time in own]
+        per_flop, _ = fitted(work, seconds, [0.0] * len(work))
+        rate = 1 / (per_flop * peak_tflops * 1e12)
+        passes[backward][head_size] = ranged(rate, seconds, [per_flop * some for some in work])
+    return {
+        "forward": passes[False],
+        "backward": passes[True],
+        "half_keys": rounded(half),
+        "rows_per_processor": 0,
+        "source": source,
+    }
+
+
+def _series(times: list[AttentionTime]) -> dict[tuple[int, bool], list[AttentionTime]]:
+    found: dict[tuple[int, bool], list[AttentionTime]] = {}
+    for time in times:
+        found.setdefault((time.head_size, time.backward), []).append(time)
+    return found
+
+
+def _time(bench: Bench, head_size: int, keys: int, causal: bool, backward: bool) -> AttentionTime:
+    samples, heads = HEADS[bench.device.type]
+    dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
+    query, key, value = (
+        torch.randn(samples, heads, keys, head_size, device=bench.device, dtype=dtype, requires_grad=backward)
+        for _ in range(3)
+    )
+    if backward:
+        out = scaled_dot_product_attention(query, key, value, is_causal=causal)
+        gradient = torch.randn_like(out)
+        seconds = bench.seconds_of(lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True))
+    else:
+        seconds = bench.seconds_of(lambda: scaled_dot_product_attention(query, key, value, is_causal=causal))
+    return AttentionTime(head_size, samples * heads, keys, causal, backward, seconds)

@@ -1,0 +1,29 @@
+"""How long and how large a calibration measures."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Sizes are of the largest thing measured; smaller ones are fractions of it."""
+
+    seconds: float
+    """Of each point, warm-up not counted."""
+    largest_product: int
+    """Rows of the largest matrix product."""
+    longest_sequence: int
+    memory_bytes: int
+    """Of a tensor that no cache holds."""
+    cached_bytes: int
+    """Of a tensor that the last-level cache holds for each rank; 0: nothing is measured in caches."""
+    message_bytes: int
+    """Of the largest collective."""
+
+
+FULL = {
+    "cpu": Effort(0.12, 1024, 512, 96 << 20, 1 << 20, 16 << 20),
+    "cuda": Effort(0.20, 16384, 8192, 1 << 30, 0, 1 << 30),
+}
+"""By type of device."""
+QUICK = Effort(0.005, 128, 64, 4 << 20, 1 << 18, 1 << 20)
+"""For a look at whether it works: the numbers are rough."""
