@@ -97,6 +97,16 @@ def test_rows_that_cannot_be_mapped_say_why():
     assert set(reasons) == {"922", "906"}
 
 
+def test_a_framework_that_is_not_known_is_taken_as_one_that_lays_out_alike():
+    like = {column: value for column, value in vars(RUNS["596"]).items() if column != "framework"}
+    assert case_of(Run(framework="a trainer of our own", **like)).behaviour.name == "nemo"
+    alone = like | {"numbers": like["numbers"] | {"tp": 1.0, "pp": 1.0, "ep": 1.0}}
+    with pytest.raises(Unmapped, match="framework 'a trainer of our own' is not known"):
+        case_of(Run(framework="a trainer of our own", **alone))
+    with pytest.raises(Unmapped, match="without a network"):
+        case_of(Run(framework="a trainer of our own", **(like | {"gpu": "RTX 4090"})))
+
+
 def row(name: str, predicted: float, measured: float, tp: int, notes: str = "") -> RowResult:
     run = Run(name, "a source", "a model", "H100", "a framework", notes, {"precision": "bf16"}, {"num_gpus": 8.0})
     return RowResult(run, "dense", Estimate(predicted, 0.9 * predicted, 1.1 * predicted), measured, layout=(tp,))

@@ -52,6 +52,9 @@ def case_of(run: Run) -> Case:
         raise Unmapped(f"the framework {run.framework!r} is not known")
     settings = settings_of(run, shape, sequence)
     columns, stated = _layout(run, shape, settings)
+    joined = cluster.levels[-1].devices if cluster.levels else 1
+    if columns.devices[0] > joined:
+        raise Unmapped(f"{cluster.name} is known as {joined} devices, without a network between more")
     return Case(run, cluster, shape, columns, settings, behaviour, stated)
 
 

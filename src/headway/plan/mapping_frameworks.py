@@ -41,6 +41,8 @@ def framework_of(run: Run) -> Behaviour | None:
     text = run.framework.lower()
     name = next((name for pattern, name in FRAMEWORKS if re.search(pattern, text)), None)
     if name is None:
+        name = _framework_like(run)
+    if name is None:
         return None
     changes: dict[str, Any] = {}
     if name == "torchtitan":
@@ -71,6 +73,13 @@ def framework_of(run: Run) -> Behaviour | None:
     if "tokendrop" in run.model:
         changes |= {"operators_expert_forward": 25.0, "operators_expert_backward": 35.0}
     return behaviour_named(name, **changes)
+
+
+def _framework_like(run: Run) -> str | None:
+    """For a framework that is not known: one that lays models out the same way."""
+    if run.whole("tp") > 1 or run.whole("pp") > 1 or run.whole("ep") > 1:
+        return "nemo"
+    return "torchtitan" if "fsdp" in run.words["dp_strategy"] else None
 
 
 def _quantisation(run: Run) -> dict[str, Any]:
