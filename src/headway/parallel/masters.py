@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headway.parallel.placement import pieces
+from headway.parallel.placement import number_of_pieces
 
 
 class Masters:
@@ -20,7 +20,7 @@ class Masters:
         """``model_ranks``: how many ranks hold a part or copy of these parameters (of one pipeline stage)."""
         self.whole = dict(whole)
         self.local = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in whole.items()}
-        numbers = [len(pieces(parameter)) for parameter in self.whole.values()]
+        numbers = [number_of_pieces(parameter) for parameter in self.whole.values()]
         self._shares = torch.tensor([number / model_ranks for number in numbers], dtype=torch.float64)
 
     @torch.no_grad()

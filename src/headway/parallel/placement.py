@@ -32,6 +32,11 @@ def sharded_axes(tensor: DTensor) -> list[int]:
     return [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
 
 
+def number_of_pieces(tensor: DTensor) -> int:
+    """How many ranks hold one copy of the tensor together: as many as ``pieces``, which takes long for many ranks."""
+    return math.prod(tensor.device_mesh.size(axis) for axis in sharded_axes(tensor))
+
+
 def holders(tensor: DTensor) -> dist.ProcessGroup | None:
     """The ranks that hold one copy of the tensor together, this one among them; None when each holds it whole.
 

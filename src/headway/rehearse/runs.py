@@ -152,16 +152,21 @@ def _runs(tokens: list[Token], blocks: dict[str, Block]) -> list[Run]:
             waiting = []
     if waiting:
         runs.append(Run(None, waiting))
-    return _without_gaps(runs)
+    known = set(blocks.values())
+    ends = {block for block in known if block.index == 0 or block._replace(index=block.index + 1) not in known}
+    return _without_gaps(runs, ends)
 
 
-def _without_gaps(runs: list[Run]) -> list[Run]:
-    """What runs between two neighbouring blocks, outside of both, goes with the later one."""
+def _without_gaps(runs: list[Run], ends: set[Block]) -> list[Run]:
+    """What runs between two neighbouring blocks, outside of both, goes with the later one.
+
+    At the ``ends`` of a series passes turn around: what runs there between two runs of one block is no part of it.
+    """
     joined: list[Run] = []
     for place, run in enumerate(runs):
         after = runs[place + 1].block if place + 1 < len(runs) else None
         before = joined[-1].block if joined else None
-        if run.block is None and before is not None and after is not None and _are_neighbours(before, after):
+        if run.block is None and before is not None and after is not None and _is_inside(before, after, ends):
             runs[place + 1] = Run(after, run.tokens + runs[place + 1].tokens)
             continue
         if joined and joined[-1].block == run.block:
@@ -171,5 +176,7 @@ def _without_gaps(runs: list[Run]) -> list[Run]:
     return joined
 
 
-def _are_neighbours(one: Block, other: Block) -> bool:
-    return one.series == other.series and abs(one.index - other.index) <= 1
+def _is_inside(before: Block, after: Block, ends: set[Block]) -> bool:
+    if before == after:
+        return before not in ends
+    return before.series == after.series and abs(before.index - after.index) == 1
