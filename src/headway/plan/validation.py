@@ -18,6 +18,7 @@ from headway.plan.prediction import Prediction, predict
 from headway.plan.runs_table import Run
 
 MICRO_BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0)
+RECOMPUTED_SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
@@ -191,13 +192,16 @@ def _row(run: Run) -> RowResult:
 def _predicted(case: Case) -> tuple[Case, Prediction]:
     """The prediction; where no micro-batch is stated, of the one that is predicted to be the fastest that fits.
 
-    Where nothing is said of recomputation and the run would not fit by far without, it must have recomputed its layers.
+    Where nothing is said of recomputation and the run would not fit by far without, it must have recomputed layers:
+    as few as let it fit.
     """
     if case.micro_batch_stated:
         found = predict(case.cluster, case.shape, case.layouts, case.settings, case.behaviour)
         unsaid = not (case.run.words["recompute"] or case.settings.recompute_layers or case.settings.recompute)
-        if unsaid and float(np.ravel(found.peak_memory_gib.low)[0]) > 1.1 * case.cluster.accelerator.memory_gb:
-            case = replace(case, settings=replace(case.settings, recompute_layers=1.0))
+        for share in RECOMPUTED_SHARES if unsaid else ():
+            if float(np.ravel(found.peak_memory_gib.low)[0]) <= 1.1 * case.cluster.accelerator.memory_gb:
+                break
+            case = replace(case, settings=replace(case.settings, recompute_layers=share))
             found = predict(case.cluster, case.shape, case.layouts, case.settings, case.behaviour)
         return case, found
     most = float(case.layouts.global_batch[0] / case.layouts.dp[0])
