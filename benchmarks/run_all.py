@@ -145,6 +145,14 @@ def published_runs(result: Any) -> Iterator[list[str]]:
         yield [source, *time, regret, *held]
 
 
+def planner_speed(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield ["devices", "layouts", "analytic pass (s)", "layouts/s", "rehearsals of blocks", "these (s)"]
+    for row in result["results"]:
+        numbers = [f"{row['analytic_s']:.1f}", f"{row['layouts_per_s']:,.0f}", str(row["rehearsals"])]
+        yield [f"{row['devices']:,}", f"{row['layouts']:,}", *numbers, f"{row['rehearsing_s']:.1f}"]
+
+
 def cost_model(result: Any) -> Iterator[list[str]]:
     """Rows, the first of them the heading."""
     yield ["what", "sources", "mean abs %", "median %", "bias %", "P90 %"]
@@ -188,6 +196,7 @@ TABLES: dict[str, Table] = {
         layouts,
         pipeline_schedules,
         explain_speed,
+        planner_speed,
         cost_model,
         published_runs,
         predicted_vs_measured,

@@ -10,6 +10,7 @@ import headway
 from headway.cli.calibrate import calibrate
 from headway.cli.check import check
 from headway.cli.export import export
+from headway.cli.plan import plan
 from headway.cli.quiet import quieten_libraries
 from headway.cli.recipe_show import recipe_app
 from headway.cli.rehearse import rehearse
@@ -31,6 +32,7 @@ app.command()(train)
 app.command()(check)
 app.command()(export)
 app.command()(calibrate)
+app.command()(plan)
 app.command()(rehearse)
 app.command()(validate)
 app.add_typer(recipe_app, name="recipe")
