@@ -36,9 +36,9 @@ IRREGULAR = (
     "interleave_moe_layer_step",
 )
 """Keys of configs that make blocks of a list differ, unless they are empty, 0 or 1."""
-REHEARSED = 5
-"""Blocks of a list on a stage in a shortened recipe: the template in the middle, a regular one on either side, and the
-first and last."""
+REHEARSED = 6
+"""Blocks of a list on a stage in a shortened recipe. The fourth is the template: what it uses was made by the two before
+it (FSDP2 frees the buffer of a gather two blocks later) and the one after it, and the first and last differ."""
 
 Counts = dict[tuple[int, str], int]
 """(stage, module list) -> blocks."""
