@@ -101,6 +101,8 @@ class Behaviour:
     quantise_float4: str = "nvfp4"
     casts_are_kept: bool = False
     """Whether the backward pass is left the cast inputs of products, in place of 16-bit ones."""
+    recomputes_some_layers: bool = True
+    """Whether activation checkpointing can be asked for a number of layers (Megatron's); else for all or none."""
     fsdp_keeps_gathered: bool = True
     """fsdp in a pipeline: whether gathered parameters and whole gradients stay over the micro-batches (FSDP 2)."""
 

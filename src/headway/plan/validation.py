@@ -193,12 +193,13 @@ def _predicted(case: Case) -> tuple[Case, Prediction]:
     """The prediction; where no micro-batch is stated, of the one that is predicted to be the fastest that fits.
 
     Where nothing is said of recomputation and the run would not fit by far without, it must have recomputed layers:
-    as few as let it fit.
+    as few as let it fit, or all where the framework has no choice between.
     """
     if case.micro_batch_stated:
         found = predict(case.cluster, case.shape, case.layouts, case.settings, case.behaviour)
         unsaid = not (case.run.words["recompute"] or case.settings.recompute_layers or case.settings.recompute)
-        for share in RECOMPUTED_SHARES if unsaid else ():
+        shares = RECOMPUTED_SHARES if case.behaviour.recomputes_some_layers else RECOMPUTED_SHARES[-1:]
+        for share in shares if unsaid else ():
             if float(np.ravel(found.peak_memory_gib.low)[0]) <= 1.1 * case.cluster.accelerator.memory_gb:
                 break
             case = replace(case, settings=replace(case.settings, recompute_layers=share))
