@@ -262,6 +262,8 @@ class _Extension:
             elif token.allocation is not None:
                 storage = self._new_storage(token.allocation.storage, emitted)
                 if token.kind == "free":
+                    if storage not in held:
+                        raise NotPeriodic(f"storage {storage} is freed where it is not held")
                     freed = held.pop(storage)
                     freed.freed_at, freed.freed_event, freed.stays = number, event, False
                 else:
