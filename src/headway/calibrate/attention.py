@@ -9,12 +9,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from headway.calibrate.bench import Bench
 from headway.calibrate.effort import Effort
 from headway.calibrate.fit import fitted, ranged, rounded
+from headway.cost import visible_share
 
 BACKWARD_PRODUCTS = 2.5
 """As ``headway.cost.attention`` counts them."""
 HEAD_SIZES = {"cpu": (16, 32, 64, 128), "cuda": (64, 128)}
 HEADS = {"cpu": (2, 4), "cuda": (2, 16)}
 """Samples and heads."""
+LONGER, TILED_HEAD_SIZE = 4, 64
+"""By how much what tells of the tiles is longer than the rest: a mask hides nothing of a single tile."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +31,14 @@ class AttentionTime:
     backward: bool
     seconds: float
 
-    @property
-    def seen(self) -> float:
-        """Keys that the mean query sees."""
-        return (self.keys + 1) / 2 if self.causal else float(self.keys)
+    def seen(self, tile_keys: float) -> float:
+        """Keys that the mean query is multiplied with, as ``headway.cost.visible_share`` has it."""
+        return self.keys * float(visible_share(self.keys, self.keys, tile_keys)) if self.causal else float(self.keys)
 
-    @property
-    def flops(self) -> float:
-        """What the mask hides left out."""
-        return 4.0 * self.heads * self.keys * self.seen * self.head_size * (BACKWARD_PRODUCTS if self.backward else 1)
+    def flops(self, tile_keys: float) -> float:
+        """What the kernel skips left out."""
+        each = 4.0 * self.heads * self.keys * self.seen(tile_keys) * self.head_size
+        return each * (BACKWARD_PRODUCTS if self.backward else 1)
 
 
 def measure_attention(bench: Bench, effort: Effort) -> list[AttentionTime]:
@@ -45,7 +47,8 @@ def measure_attention(bench: Bench, effort: Effort) -> list[AttentionTime]:
     if bench.device.type == "cpu":
         nothing = {backward: _time(bench, 16, 1, False, backward).seconds for backward in (False, True)}
     lengths = [effort.longest_sequence // part for part in (1, 2, 4, 8)]
-    found = []
+    long = LONGER * effort.longest_sequence
+    found = [_time(bench, TILED_HEAD_SIZE, long, causal, False) for causal in (False, True)]
     for head_size in HEAD_SIZES[bench.device.type]:
         for keys in lengths:
             for causal in (False, True):
@@ -61,16 +64,18 @@ def attention_rates(times: list[AttentionTime], peak_tflops: float, source: str)
 
     ``t = flops / (peak · e) + (s0 / (peak · e)) · flops / keys``, with one s0 of all head sizes and passes.
     """
+    tile = _tile_keys(times)
     halves = []
     for own in _series(times).values():
-        shallow = [time.flops / time.seen for time in own]
-        per_flop, per_short = fitted([time.flops for time in own], [time.seconds for time in own], shallow)
+        flops = [time.flops(tile) for time in own]
+        shallow = [some / time.seen(tile) for some, time in zip(flops, own, strict=True)]
+        per_flop, per_short = fitted(flops, [time.seconds for time in own], shallow)
         halves.append(per_short / per_flop)
     half = sorted(halves)[len(halves) // 2]
     passes: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
     for (head_size, backward), own in _series(times).items():
         seconds = [time.seconds for time in own]
-        work = [time.flops * (1 + half / time.seen) for time in own]
+        work = [time.flops(tile) * (1 + half / time.seen(tile)) for time in own]
         per_flop, _ = fitted(work, seconds, [0.0] * len(work))
         rate = 1 / (per_flop * peak_tflops * 1e12)
         passes[backward][head_size] = ranged(rate, seconds, [per_flop * some for some in work])
@@ -79,8 +84,20 @@ def attention_rates(times: list[AttentionTime], peak_tflops: float, source: str)
         "backward": passes[True],
         "half_keys": rounded(half),
         "rows_per_processor": 0,
+        "tile_keys": tile,
         "source": source,
     }
+
+
+def _tile_keys(times: list[AttentionTime]) -> float:
+    """By how much of the whole time the longest sequences take under a causal mask: half, and half a tile more."""
+    longest = max(time.keys for time in times)
+    whole, causal = (
+        [time.seconds for time in times if time.keys == longest and time.causal == masked and not time.backward]
+        for masked in (False, True)
+    )
+    hidden = 1 - sum(causal) / sum(whole)
+    return rounded(min(max(longest - 2 * longest * hidden, 1.0), longest))
 
 
 def _series(times: list[AttentionTime]) -> dict[tuple[int, bool], list[AttentionTime]]:

@@ -12,6 +12,7 @@ class Effort:
     largest_product: int
     """Rows of the largest matrix product."""
     longest_sequence: int
+    """But for one that is longer still and tells what a causal mask spares."""
     memory_bytes: int
     """Of a tensor that no cache holds."""
     cached_bytes: int
@@ -21,8 +22,8 @@ class Effort:
 
 
 FULL = {
-    "cpu": Effort(0.12, 1024, 512, 96 << 20, 1 << 20, 16 << 20),
-    "cuda": Effort(0.20, 16384, 8192, 1 << 30, 0, 1 << 30),
+    "cpu": Effort(0.12, 1024, 512, 64 << 20, 2 << 20, 16 << 20),
+    "cuda": Effort(0.20, 16384, 4096, 1 << 30, 0, 1 << 30),
 }
 """By type of device."""
 QUICK = Effort(0.005, 128, 64, 4 << 20, 1 << 18, 1 << 20)

@@ -67,6 +67,8 @@ class AttentionRate(Measured):
     """Number of keys at which half of the efficiency is reached: start and end of each row of tiles."""
     rows_per_processor: NonNegative
     """Query rows (over all heads) per processor at which the device is half filled."""
+    tile_keys: Annotated[float, Field(ge=1)] = 1
+    """Keys of a tile, of which a causal mask lets the kernel skip only whole ones."""
     source: str = ""
 
 

@@ -48,7 +48,7 @@ def attention(
     samples, query_heads, rows, columns = (numbers(size) for size in (batch, heads, queries, keys))
     rate = attention_rate(cluster, kernel)
     value_size = head_size if value_head_size is None else value_head_size
-    seen = visible_share(rows, columns) if causal and skips_masked else 1.0
+    seen = visible_share(rows, columns, rate.tile_keys) if causal and skips_masked else 1.0
     flops = 2 * samples * query_heads * rows * columns * (head_size + value_size) * seen
     flops = flops * (BACKWARD_PRODUCTS if backward else 1.0)
     all_rows = samples * query_heads * rows
@@ -94,9 +94,9 @@ def attention_rate(cluster: Cluster, kernel: str | None = None) -> AttentionRate
     return cluster.achieved.attention[name]
 
 
-def visible_share(queries: Number, keys: Number) -> Number:
-    """Share of the scores that a causal mask leaves, the last query seeing all keys."""
-    share: Number = 1 - (np.minimum(queries, keys) - 1) / (2 * keys)
+def visible_share(queries: Number, keys: Number, tile_keys: float = 1) -> Number:
+    """Share of the scores that a causal mask leaves, the last query seeing all keys, in whole tiles of keys."""
+    share: Number = 1 - np.maximum(np.minimum(queries, keys) - tile_keys, 0) / (2 * keys)
     return share
 
 
