@@ -11,6 +11,11 @@ CASES = {
     "one device": (recipes.layers(9), 1, 0),
     "shards, accumulation, checkpointing": (recipes.layers(9, memory={"activation_checkpointing": "full"}), 2, 1),
     "tensor parallel": (recipes.layers(9, layout={"tp": 2}, run={"global_batch": 2}), 4, 0),
+    "last stage of a pipeline": (
+        recipes.layers(18, layout={"pp": 2, "pp_cuts": [9, 9]}, run={"global_batch": 3}),
+        2,
+        1,
+    ),
 }
 
 

@@ -89,6 +89,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         replaced.around(passes, "gradients", lambda *_, **__: where.passes())
     for model in (FullyShardedModel, OneDevice):
         _count_micro_batches(replaced, model, recorder)
+    replaced.around(_fsdp_param_group.FSDPParamGroup, "post_backward", lambda g, *_, **__: where.reducing(g.modules[0]))
     _tell_actions(replaced, recorder)
     for name in ASYNCHRONOUS:
         _note_works(replaced, name, recorder)

@@ -37,7 +37,7 @@ IRREGULAR = (
 )
 """Keys of configs that make blocks of a list differ, unless they are empty, 0 or 1."""
 REHEARSED = 6
-"""Blocks of a list on a stage in a shortened recipe. The fourth is the template: what it uses was made by the two before
+"""Blocks of a list on a stage in a shortened recipe. The fourth is the template: what it uses was made by two before
 it (FSDP2 frees the buffer of a gather two blocks later) and the one after it, and the first and last differ."""
 
 Counts = dict[tuple[int, str], int]

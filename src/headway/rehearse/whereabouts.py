@@ -34,6 +34,7 @@ class Whereabouts:
         self.micro_batch = -1
         self.stage = 0
         self._in_backward = False
+        self._reduced = ""
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -76,7 +77,7 @@ class Whereabouts:
         """Phase and module of what is issued now."""
         in_backward = torch._C._current_graph_task_id() != -1 or self._in_backward
         if in_backward and not torch.is_grad_enabled():
-            self._last = self._stack[-1] if self._stack else self._of_node()
+            self._last = self._stack[-1] if self._stack else self._reduced or self._of_node()
             return "backward", self._last
         if in_backward:
             # What runs with gradients is recomputed; directly in a checkpointed block no module's forward is entered.
@@ -130,3 +131,12 @@ class Whereabouts:
             yield
         finally:
             self._in_backward = before
+
+    @contextmanager
+    def reducing(self, module: nn.Module) -> Iterator[None]:
+        """FSDP2 reduces the gradients of ``module``: in a pipeline, when no backward pass runs."""
+        before, self._reduced = self._reduced, self._paths.get(id(module), "")
+        try:
+            yield
+        finally:
+            self._reduced = before
