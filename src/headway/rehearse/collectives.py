@@ -84,7 +84,7 @@ class Groups:
 
 def _group_of(function: Any, args: tuple[Any, ...]) -> dist.ProcessGroup:
     if function.namespace == "_c10d_functional":
-        return _resolve_process_group([argument for argument in args if isinstance(argument, str)][-1])
+        return _resolve_process_group([argument for argument in args if isinstance(argument, str)][-1])  # type: ignore[arg-type]
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument)

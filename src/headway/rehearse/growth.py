@@ -32,7 +32,7 @@ class Growth:
             raise NotPeriodic(f"one block more puts another operator in the place of {base.name} outside of blocks")
         work = base.work
         if work is not None:
-            work = grown(work, [other.work for other in longer], self._copies)  # type: ignore[misc]
+            work = grown(work, [other.work for other in longer], self._copies)  # type: ignore[misc, type-var]
         collective = base.collective
         if collective is not None:
             sizes = [other.collective.bytes for other in longer if other.collective is not None]
@@ -76,7 +76,7 @@ def grown(base: Sized, longer: Sequence[Sized], copies: Sequence[int]) -> Sized:
         value = getattr(base, field.name)
         if isinstance(value, int) and not isinstance(value, bool):
             changes[field.name] = linear(value, [getattr(other, field.name) for other in longer], copies)
-    return replace(base, **changes)
+    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def _fixed_operators(runs: Runs) -> list[Operator]:

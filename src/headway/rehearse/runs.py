@@ -16,7 +16,7 @@ class Block(NamedTuple):
     """A repeated block: the ``index``-th of its ``series``."""
 
     series: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nothing needs
 
 
 class Place(NamedTuple):

@@ -70,6 +70,10 @@ class Event:
         """The host would wait; nothing that is recorded depends on it."""
 
 
+Lane = Stream
+"""Another name, for where ``Device.Stream`` hides the first one."""
+
+
 class Device:
     """What FSDP2 takes for ``torch.cuda``."""
 
@@ -87,7 +91,7 @@ class Device:
         self._made += 1
         return Stream(FSDP_STREAMS[place] + (f" {root + 1}" if root else ""))
 
-    def current_stream(self, *_: Any) -> Stream:
+    def current_stream(self, *_: Any) -> Lane:
         """The stream on which operators are issued now."""
         return self.stream_now
 
@@ -96,7 +100,7 @@ class Device:
         return 0
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: Lane) -> Iterator[None]:
         """Issue on ``stream`` inside the context."""
         before, self.stream_now = self.stream_now, stream
         try:
@@ -104,6 +108,6 @@ class Device:
         finally:
             self.stream_now = before
 
-    def communication(self, name: str) -> Stream:
+    def communication(self, name: str) -> Lane:
         """The stream of asynchronous collectives called ``name``."""
         return self._communication.setdefault(name, Stream(name))

@@ -159,6 +159,7 @@ def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Prod
     offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
     if left.ndim == 3 and right.ndim == 3:
         return _product(left, right)
+    assert offsets is not None
     groups = offsets.shape[0]
     if left.ndim == 2 and right.ndim == 2:  # the gradient of weights: each group has its own part of k
         return Product(left.shape[0], right.shape[1], left.shape[1] // groups, groups, dtype_of(left))
@@ -194,11 +195,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: An
 
 def _of_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
     causal = kwargs.get("is_causal", args[4] if len(args) > 4 else False)
-    return _attention(*args[:3], causal, kwargs.get("attn_mask"), backward=False)
+    return _attention(args[0], args[1], args[2], causal, kwargs.get("attn_mask"), backward=False)
 
 
 def _of_cpu_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
-    return _attention(*args[1:4], args[7], kwargs.get("attn_mask"), backward=True)
+    return _attention(args[1], args[2], args[3], args[7], kwargs.get("attn_mask"), backward=True)
 
 
 _ATTENTION: dict[str, Any] = {
