@@ -3,7 +3,8 @@
 The machine is calibrated with as many ranks as a run has (``headway calibrate``), the run's step is rehearsed and
 predicted on that cluster (``headway rehearse``), and then ``headway train`` runs it: language, pictures and video;
 one rank and two; DDP, FSDP2, tensor, pipeline and context parallelism, accumulation, checkpointing. Nothing is fitted
-to the runs. Measured are the median step, waiting for data left out, and the peak resident memory of a rank (VmHWM).
+to the runs. A rank has one thread. Measured are the median step, waiting for data left out, and the peak resident
+memory of a rank (VmHWM).
 ``within`` says whether the measured value lies in the predicted range.
 Run: python benchmarks/predicted_vs_measured.py --json benchmarks/results/predicted_vs_measured.json
 """
@@ -24,7 +25,6 @@ import numpy as np
 from PIL import Image
 
 from headway.calibrate import calibrate
-from headway.cli.quiet import quieten_libraries
 from headway.cluster import Cluster, cluster_of, cluster_toml
 from headway.recipe import Recipe, parse_recipe, to_toml
 from headway.rehearse import predict, rehearse, roles
@@ -215,8 +215,7 @@ def main() -> None:
     parser.add_argument("--only", help="cases whose name or data have this in them")
     parser.add_argument("--clusters", type=Path, help="a folder of cluster files to keep between runs")
     arguments = parser.parse_args()
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false"}
-    quieten_libraries()
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     chosen = [case for case in CASES if not arguments.only or arguments.only in f"{case[0]} {case[2]}"]
     report: dict[str, Any] = {"benchmark": "predicted_vs_measured", "load_before": os.getloadavg()[0], "cases": []}
     with tempfile.TemporaryDirectory() as name:

@@ -67,7 +67,7 @@ def test_products_of_the_model_are_fitted_back():
     efficiency, depth, peak = 0.8, 96.0, 50.0
     shapes = [(m, n, k) for m in (64, 512) for n in (64, 256) for k in (32, 128, 1024)]
     times = [
-        ProductTime("float32", m, n, k, 2 * m * n * k / (peak * 1e12 * efficiency * k / (k + depth)))
+        ProductTime("float32", m, n, k, 1e-6 + 2 * m * n * k / (peak * 1e12 * efficiency * k / (k + depth)), 1e-6)
         for m, n, k in shapes
     ]
     rates, peaks = product_rates(times, {"float32": peak}, "test")
@@ -141,6 +141,15 @@ def test_a_fit_has_no_negative_part_and_its_range_holds_the_middle():
     slope, startup = fitted(sizes, seconds[::-1], [1.0] * 4)
     assert slope > 0
     assert startup == 0
+
+
+def test_a_point_that_something_disturbed_is_left_out_of_a_fit():
+    sizes = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    seconds = [3.0 + 2.0 * size for size in sizes]
+    seconds[2] *= 10
+    slope, startup = fitted(sizes, seconds, [1.0] * 6)
+    assert slope == pytest.approx(2.0, rel=0.05)
+    assert startup == pytest.approx(3.0, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Fused attention, forward and backward, by head size and length."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class AttentionTime:
     causal: bool
     backward: bool
     seconds: float
+    call: float = 0.0
+    """Of them, the calls of operators: the host's; 0 on a device."""
 
     def seen(self, tile_keys: float) -> float:
         """Keys that the mean query is multiplied with, as ``headway.cost.visible_share`` has it."""
@@ -54,8 +56,7 @@ def measure_attention(bench: Bench, effort: Effort) -> list[AttentionTime]:
             for causal in (False, True):
                 for backward in (False, True):
                     time = _time(bench, head_size, keys, causal, backward)
-                    net = max(time.seconds - nothing[backward], 0.02 * time.seconds)
-                    found.append(AttentionTime(head_size, time.heads, keys, causal, backward, net))
+                    found.append(replace(time, call=min(nothing[backward], time.seconds)))
     return found
 
 
@@ -69,16 +70,18 @@ def attention_rates(times: list[AttentionTime], peak_tflops: float, source: str)
     for own in _series(times).values():
         flops = [time.flops(tile) for time in own]
         shallow = [some / time.seen(tile) for some, time in zip(flops, own, strict=True)]
-        per_flop, per_short = fitted(flops, [time.seconds for time in own], shallow)
+        per_flop, per_short = fitted(flops, [time.seconds for time in own], shallow, [time.call for time in own])
         halves.append(per_short / per_flop)
     half = sorted(halves)[len(halves) // 2]
     passes: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
     for (head_size, backward), own in _series(times).items():
         seconds = [time.seconds for time in own]
         work = [time.flops(tile) * (1 + half / time.seen(tile)) for time in own]
-        per_flop, _ = fitted(work, seconds, [0.0] * len(work))
+        calls = [time.call for time in own]
+        per_flop, _ = fitted(work, seconds, [0.0] * len(work), calls)
+        modelled = [call + per_flop * some for call, some in zip(calls, work, strict=True)]
         rate = 1 / (per_flop * peak_tflops * 1e12)
-        passes[backward][head_size] = ranged(rate, seconds, [per_flop * some for some in work])
+        passes[backward][head_size] = ranged(rate, seconds, modelled)
     return {
         "forward": passes[False],
         "backward": passes[True],

@@ -1,23 +1,35 @@
 """Fitting the few numbers of the cost model to measured times, by the relative error, and what range they leave."""
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 RANGE = (0.1, 0.9)
 """Quantiles of the measured times over the fitted ones that become the range of a rate."""
+OUTLIER = 2.5
 
 
-def fitted(work: ArrayLike, seconds: ArrayLike, besides: ArrayLike) -> tuple[float, float]:
-    """The coefficients of ``seconds ≈ a · work + b · besides`` that leave the least squares of the relative errors.
+def fitted(work: ArrayLike, seconds: ArrayLike, besides: ArrayLike, call: ArrayLike = 0.0) -> tuple[float, float]:
+    """The coefficients of ``seconds ≈ call + a · work + b · besides`` that leave the least squares of the relative
+    errors; points that are then off by a factor of ``OUTLIER`` from the median one are left out, and the rest fitted
+    again.
 
-    Where one of them would be negative, ``work`` alone is fitted: a time that falls with more work is noise.
+    Where a coefficient would be negative, ``work`` alone is fitted: a time that falls with more work is noise.
     """
     times = np.asarray(seconds, dtype=np.float64)
     columns = np.stack([np.asarray(column, dtype=np.float64) / times for column in (work, besides)], axis=1)
-    both, *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
+    wanted = 1 - np.asarray(call, dtype=np.float64) / times
+    first = _solved(columns, wanted)
+    ratios = 1 / (columns @ np.array(first) + 1 - wanted)
+    usual = np.abs(np.log(ratios / np.median(ratios))) < np.log(OUTLIER)
+    return _solved(columns[usual], wanted[usual])
+
+
+def _solved(columns: NDArray[np.float64], wanted: NDArray[np.float64]) -> tuple[float, float]:
+    both, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
     if both[0] > 0 and both[1] >= 0:
         return float(both[0]), float(both[1])
-    return float(columns[:, 0].sum() / (columns[:, 0] ** 2).sum()), 0.0
+    alone = float(columns[:, 0] @ wanted / (columns[:, 0] @ columns[:, 0]))
+    return alone if alone > 0 else float(1 / columns[:, 0].max()), 0.0
 
 
 def ranged(rate: float, measured: ArrayLike, modelled: ArrayLike) -> list[float]:

@@ -102,7 +102,8 @@ def _rank_main(rank: int, ranks: int, folder: str, effort: Effort) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))  # as the ranks of ``headway train`` have them
+        # As the ranks of ``headway train`` have them.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // ranks))))
     torch.manual_seed(rank)
     own = dist.FileStore(str(Path(folder, f"alone-{rank}")), 1)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

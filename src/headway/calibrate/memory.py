@@ -55,7 +55,7 @@ def measure_memory(bench: Bench, effort: Effort) -> list[MemoryTime]:
             if cached and kind == BANDWIDTH:
                 continue
             seconds = bench.seconds_of(call)
-            found.append(MemoryTime(kind, name, moved, cached, max(seconds - nothing, 0.02 * seconds)))
+            found.append(MemoryTime(kind, name, moved, cached, max(seconds - nothing, 0.2 * seconds)))
     return found + (_host_copies(bench, effort) if bench.device.type == "cuda" else [])
 
 

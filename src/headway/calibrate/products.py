@@ -23,13 +23,15 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class ProductTime:
-    """Of a product of ``[m, k]`` and ``[k, n]``, the call of an operator left out."""
+    """Of a product of ``[m, k]`` and ``[k, n]``."""
 
     precision: str
     m: int
     n: int
     k: int
     seconds: float
+    call: float
+    """Of them, the call of an operator: the host's; 0 on a device."""
 
 
 def precisions(device: torch.device) -> tuple[str, ...]:
@@ -47,10 +49,10 @@ def measure_products(bench: Bench, effort: Effort) -> list[ProductTime]:
     found = []
     for precision in precisions(bench.device):
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-        nothing = bench.seconds_of(_call(bench.device, precision, 16, 16, 16)) if bench.device.type == "cpu" else 0.0
+        nothing = bench.seconds_of(_call(bench.device, precision, 4, 4, 4)) if bench.device.type == "cpu" else 0.0
         for m, n, k in _shapes(effort):
             seconds = bench.seconds_of(_call(bench.device, precision, m, n, k))
-            found.append(ProductTime(precision, m, n, k, max(seconds - nothing, 0.02 * seconds)))
+            found.append(ProductTime(precision, m, n, k, seconds, min(nothing, seconds)))
     torch.backends.cuda.matmul.allow_tf32 = False
     return found
 
@@ -68,10 +70,14 @@ def product_rates(
         seconds = [time.seconds for time in own]
         flops = [2.0 * time.m * time.n * time.k for time in own]
         shallow = [2.0 * time.m * time.n for time in own]
-        per_flop, per_shallow = fitted(flops, seconds, shallow)
+        calls = [time.call for time in own]
+        per_flop, per_shallow = fitted(flops, seconds, shallow, calls)
         fastest = max(some / time for some, time in zip(flops, seconds, strict=True)) / 1e12
         reached[precision] = peaks.get(precision, rounded(max(fastest, 1e-12 / per_flop)))
-        modelled = [per_flop * some + per_shallow * other for some, other in zip(flops, shallow, strict=True)]
+        modelled = [
+            call + per_flop * some + per_shallow * other
+            for call, some, other in zip(calls, flops, shallow, strict=True)
+        ]
         efficiency = 1 / (per_flop * reached[precision] * 1e12)
         rates[precision] = {
             "efficiency": ranged(efficiency, seconds, modelled),
