@@ -6,6 +6,7 @@ from numpy.typing import ArrayLike, NDArray
 RANGE = (0.1, 0.9)
 """Quantiles of the measured times over the fitted ones that become the range of a rate."""
 OUTLIER = 2.5
+"""A time that is off by this factor was disturbed."""
 
 
 def fitted(work: ArrayLike, seconds: ArrayLike, besides: ArrayLike, call: ArrayLike = 0.0) -> tuple[float, float]:

@@ -56,8 +56,8 @@ class Measurement:
 def measure(ranks: int, effort: Effort) -> Measurement:
     """Start ``ranks`` processes that measure, and wait for them.
 
-    This process must have no process group and, on the CPU, no threads. Raises the torch.multiprocessing error of the
-    first that fails.
+    This process must have no process group and, on the CPU, no threads; it goes on with one. Raises the
+    torch.multiprocessing error of the first that fails.
     """
     torch.set_num_threads(1)  # threads of this process would be missing in its children
     with tempfile.TemporaryDirectory(prefix="headway-calibrate-") as folder:
@@ -89,8 +89,8 @@ def device_type() -> str:
 
 
 def usual_ranks() -> int:
-    """As many as there are devices; on the CPU as cores that this process may use."""
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    """As many as there are devices; on the CPU as cores."""
+    return torch.cuda.device_count() or os.cpu_count() or 1
 
 
 # In the processes
