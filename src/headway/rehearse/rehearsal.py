@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from headway.recipe import Recipe, accumulation, sizes
 from headway.rehearse.dress_rehearsal import rehearse_whole
 from headway.rehearse.extension import Series, extended
-from headway.rehearse.growth import linear
 from headway.rehearse.record import Facts, Record
 from headway.rehearse.runs import NotPeriodic
-from headway.rehearse.shortening import Shortened, shortened, stages_of
+from headway.rehearse.shortening import Shortened, shortened, stages_of, whole_sizes
+from headway.rehearse.step_sizes import StepSizes
 from headway.rehearse.tokens import renumbered
 
 
@@ -47,20 +47,20 @@ def rehearse(recipe: Recipe, devices: int, rank: int = 0) -> Record:
     short = shortened(recipe, devices, rank)
     if short is not None:
         try:
-            return _extended(short, devices, rank)
+            return _extended(short, whole_sizes(recipe), devices, rank)
         except NotPeriodic:
             pass
     return renumbered(rehearse_whole(recipe, devices, rank))
 
 
-def _extended(short: Shortened, devices: int, rank: int) -> Record:
+def _extended(short: Shortened, sizes_of_all: StepSizes, devices: int, rank: int) -> Record:
     base = rehearse_whole(short.base, devices, rank)
     records = [rehearse_whole(recipe, devices, rank) for recipe in short.longer]
     longer = [(record, short.paths(record.facts)) for record in records]
     series = short.series(base.facts)
     for place, record in enumerate(records):
         _check(base, longer, _by_one(series, place, short.paths(record.facts)), record)
-    facts = _facts(base.facts, [record.facts for record in records], series)
+    facts = _facts(base.facts, sizes_of_all, series)
     return renumbered(extended(base, longer, series, facts))
 
 
@@ -81,12 +81,8 @@ def _check(base: Record, longer: list[tuple[Record, list[list[str]]]], series: l
             raise NotPeriodic(f"{name} extended by one block are not those of a rehearsal with one block more")
 
 
-def _facts(base: Facts, longer: list[Facts], series: Sequence[Series]) -> Facts:
-    copies = [one.copies for one in series]
-    numbers = {
-        name: linear(getattr(base, name), [getattr(other, name) for other in longer], copies)
-        for name in ("model_flops", "recomputed_flops", "parameters", "trained_parameters")
-    }
+def _facts(base: Facts, sizes_of_all: StepSizes, series: Sequence[Series]) -> Facts:
+    passes = base.micro_batches * base.sizes["dp_replicate"] * base.sizes["dp_shard"]
     blocks: dict[str, str] = {}
     stages: dict[str, int] = {}
     places = {path: one for one in series for path in one.paths}
@@ -95,4 +91,12 @@ def _facts(base: Facts, longer: list[Facts], series: Sequence[Series]) -> Facts:
         names = [path] if one is None else one.whole if path == one.paths[0] else []
         blocks |= dict.fromkeys(names, class_name)
         stages |= dict.fromkeys(names, base.block_stages[path])
-    return replace(base, blocks=blocks, block_stages=stages, **numbers)
+    return replace(
+        base,
+        blocks=blocks,
+        block_stages=stages,
+        model_flops=sizes_of_all.model_flops * passes,
+        recomputed_flops=sizes_of_all.recomputed_flops * passes,
+        parameters=sizes_of_all.parameters,
+        trained_parameters=sizes_of_all.trained_parameters,
+    )

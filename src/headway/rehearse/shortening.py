@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from headway.parallel.pipeline.families import find_pipelined
 from headway.recipe import Recipe, sizes
 from headway.rehearse.batches import unread_tokenizers
 from headway.rehearse.extension import Series
+from headway.rehearse.growth import linear
 from headway.rehearse.record import Facts
+from headway.rehearse.step_sizes import StepSizes, step_sizes
 
 LISTS = {
     "transformer.transformer_blocks": "num_layers",
@@ -88,6 +90,17 @@ def shortened(recipe: Recipe, devices: int, rank: int) -> Shortened | None:
     short |= dict.fromkeys(extended, REHEARSED)
     longer = [_with_counts(recipe, short | {key: REHEARSED + 1}) for key in extended]
     return Shortened(_with_counts(recipe, short), longer, extended, counts)
+
+
+def whole_sizes(recipe: Recipe) -> StepSizes:
+    """The sizes of a step of ``recipe``, which can be shortened, from models with one and two blocks of each list."""
+    depths = _depths(recipe)
+    assert depths is not None
+    few = dict.fromkeys(depths, 1)
+    base = asdict(step_sizes(_with_depths(recipe, few)))
+    longer = [asdict(step_sizes(_with_depths(recipe, few | {name: 2}))) for name in depths]
+    copies = [depth - 1 for depth in depths.values()]
+    return StepSizes(**{key: linear(value, [other[key] for other in longer], copies) for key, value in base.items()})
 
 
 def _paths(facts: Facts, stage: int, name: str) -> list[str]:
