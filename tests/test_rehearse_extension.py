@@ -6,6 +6,7 @@ import rehearsed_recipes as recipes
 from headway.rehearse import rehearsal, rehearse
 from headway.rehearse.dress_rehearsal import rehearse_whole
 from headway.rehearse.tokens import renumbered
+from soak import soak
 
 CASES = {
     "one device": (recipes.layers(9), 1, 0),
@@ -19,7 +20,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name == "tensor parallel" else soak(name) for name in CASES])
 def test_extended_is_whole(name, monkeypatch):
     recipe, devices, rank = CASES[name]
     whole = renumbered(rehearse_whole(recipe, devices, rank))

@@ -13,6 +13,7 @@ from headway.rehearse import rehearse, roles
 from headway.rehearse.dress_rehearsal import rehearse_whole
 from headway.rehearse.patches import UPDATES, recorded_streams, without_ranks
 from headway.rehearse.streams import Device
+from soak import soak
 
 
 def flops(record, *phases):
@@ -24,7 +25,7 @@ def flops(record, *phases):
     [
         (recipes.text(memory={"activation_checkpointing": "full"}), 1),
         (recipes.text(layout={"dp_replicate": 2}), 4),
-        (recipes.images(), 2),
+        soak(recipes.images(), 2),
     ],
     ids=["checkpointed", "replicas", "pictures"],
 )
