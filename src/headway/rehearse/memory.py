@@ -31,8 +31,8 @@ USABLE = (0.985, 0.955, 0.995)
 """Of a device's memory as sold, counted as GiB, what programs get: 79.2 of an H100's 80, 140.4 of an H200's 141, 44.4
 to 45 of an L40S's 48."""
 INTERPRETER_BYTES = (0.55 * GIB, 0.45 * GIB, 0.75 * GIB)
-"""Resident memory of a process that trains on the CPU, without its tensors: Python, torch and the model libraries. Where
-it was not measured."""
+"""Resident memory of a process that trains on the CPU, without its tensors: Python, torch and the model libraries.
+Where it was not measured."""
 PROBABLE = 1.2816
 """Standard deviations between the middle of a normal distribution and an end of the range that holds four fifths."""
 MODULE_OF_NONE = "(outside of modules: the loss)"

@@ -1,6 +1,6 @@
 """One step of a Trainer under a Recorder, on fake or on real ranks, and the Record that it makes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -93,7 +93,7 @@ def _meshes(meshes: Meshes) -> list[Any]:
 
 
 def _name_what_is_there(
-    recorder: Recorder, parts: StepParts, states: list[tuple[Tensor, dict[str, Tensor]]], batches: list[Batch]
+    recorder: Recorder, parts: StepParts, states: Sequence[tuple[Tensor, dict[str, Tensor]]], batches: list[Batch]
 ) -> None:
     """Whatever the step finds in memory."""
     for module in [*_modules(parts), *_frozen(parts)]:
