@@ -1,30 +1,27 @@
 """``headway calibrate``: what this machine reaches, measured, as a cluster file."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.result import JsonPath, give_result
+from headway.cli.result import JsonPath, can_be_written, give_result
 from headway.errors import UserError
 
 if TYPE_CHECKING:
     from headway.calibrate import Calibration
 
 
-def _can_be_written(path: Path) -> Path:
-    """Raise UserError before the measuring, not after it."""
+def _is_cluster_file(path: Path, parameter: typer.CallbackParam) -> Path:
     if path.suffix != ".toml":
         raise UserError(f"--to {path}: a cluster file ends in .toml, by which --cluster knows it from a name")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"--to {path} can't be written: name a file in a folder that this user may write to")
+    can_be_written(path, parameter)
     return path
 
 
 def calibrate(
     to: Annotated[
-        Path, typer.Option(metavar="FILE", help="The cluster file to write.", callback=_can_be_written)
+        Path, typer.Option(metavar="FILE", help="The cluster file to write.", callback=_is_cluster_file)
     ] = Path("cluster.toml"),
     ranks: Annotated[
         int | None,

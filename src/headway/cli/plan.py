@@ -1,6 +1,5 @@
 """``headway plan``: the best layouts for a recipe on a cluster that need not be there."""
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.cli.recipe_show import Overrides, RecipeFile
-from headway.cli.result import JsonPath, give_result
+from headway.cli.result import JsonPath, can_be_written, give_result
 from headway.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,17 +29,6 @@ PRECISIONS: dict[str, list[Literal["bfloat16", "float32"]] | None] = {
 }
 MOST_DEVICES = 4096
 """That a cluster may have for all of them to be meant when nothing else is said."""
-
-
-def _can_be_written(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
-    """Raise UserError before the command's work, not after it."""
-    if path is not None:
-        target = path if path.exists() else path.parent
-        if path.is_dir() or not os.access(target, os.W_OK):
-            raise UserError(
-                f"{parameter.opts[-1]} {path} can't be written: name a file in a folder that this user may write to"
-            )
-    return path
 
 
 def plan(
@@ -63,11 +51,11 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Say why the first plan beats the second.")] = False,
     to: Annotated[
         Path | None,
-        typer.Option("--to", metavar="FILE", help="Write the recipe with the best plan.", callback=_can_be_written),
+        typer.Option("--to", metavar="FILE", help="Write the recipe with the best plan.", callback=can_be_written),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="OUT", help="Write a page with every layout's time and memory.", callback=_can_be_written),
+        typer.Option(metavar="OUT", help="Write a page with every layout's time and memory.", callback=can_be_written),
     ] = None,
     overrides: Overrides = None,
     json_: JsonPath = None,

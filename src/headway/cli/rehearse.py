@@ -1,6 +1,5 @@
 """``headway rehearse``: what a step of a recipe takes on a cluster that need not be there."""
 
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.cli.recipe_show import Overrides, RecipeFile
-from headway.cli.result import JsonPath, give_result
+from headway.cli.result import JsonPath, can_be_written, give_result
 from headway.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,17 +25,6 @@ BAR = 40
 """Characters of a bar that is the whole step."""
 
 
-def _can_be_written(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
-    """Raise UserError before the command's work, not after it."""
-    if path is not None:
-        target = path if path.exists() else path.parent
-        if path.is_dir() or not os.access(target, os.W_OK):
-            raise UserError(
-                f"{parameter.opts[0]} {path} can't be written: name a file in a folder that this user may write to"
-            )
-    return path
-
-
 def rehearse(
     recipe: RecipeFile,
     cluster: Annotated[
@@ -45,11 +33,11 @@ def rehearse(
     devices: Annotated[int, typer.Option(min=1, metavar="N", help="Devices to train on.", show_default=False)],
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="OUT", help="Write the predicted timeline for Perfetto.", callback=_can_be_written),
+        typer.Option(metavar="OUT", help="Write the predicted timeline for Perfetto.", callback=can_be_written),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="OUT", help="Write a page with lanes, memory and shares.", callback=_can_be_written),
+        typer.Option(metavar="OUT", help="Write a page with lanes, memory and shares.", callback=can_be_written),
     ] = None,
     expandable_segments: Annotated[
         bool, typer.Option("--expandable-segments", help="Torch's allocator is set to expandable segments.")

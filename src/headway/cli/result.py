@@ -10,18 +10,26 @@ import typer
 from headway.errors import UserError
 
 
-def _can_be_written(path: str | None) -> str | None:
-    """Raise UserError before a command's work, not after it."""
+def can_be_written(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
+    """Raise UserError for a file that can't be written, before a command's work and not after it."""
+    if path is not None:
+        target = path if path.exists() else path.parent
+        if path.is_dir() or not os.access(target, os.W_OK):
+            raise UserError(
+                f"{parameter.opts[-1]} {path} can't be written: name a file in a folder that this user may write to"
+            )
+    return path
+
+
+def _json_can_be_written(path: str | None, parameter: typer.CallbackParam) -> str | None:
     if path is not None and path != "-":
-        target = path if os.path.exists(path) else os.path.dirname(path) or "."
-        if os.path.isdir(path) or not os.access(target, os.W_OK):
-            raise UserError(f"--json {path} can't be written: name a file in a folder that this user may write to")
+        can_be_written(Path(path), parameter)
     return path
 
 
 JsonPath = Annotated[
     str | None,
-    typer.Option("--json", metavar="PATH", help="Write JSON; - prints it.", callback=_can_be_written),
+    typer.Option("--json", metavar="PATH", help="Write JSON; - prints it.", callback=_json_can_be_written),
 ]
 
 
