@@ -1,6 +1,7 @@
 """Layouts a second of ``headway plan``'s analytic pass, on one core, in processor time.
 
-The pass enumerates, checks and ranks all layouts, micro-batches and policies of Llama 3.1 8B on 64 and on 1,024 H100s. Rehearsals of blocks, which it is made from, are counted apart: their number does not grow with the devices.
+The pass enumerates, checks and ranks all layouts, micro-batches and policies of Llama 3.1 8B on 64 and on 1,024 H100s.
+Rehearsals of blocks, which it is made from, are counted apart: their number does not grow with the devices.
 
 python benchmarks/planner_speed.py [--json PATH]
 """

@@ -20,6 +20,8 @@ from headway.rehearse.memory import ALLOCATED_RANGE, COMMUNICATOR_BYTES, CONTEXT
 from headway.rehearse.program import CPU
 
 Floats = NDArray[np.float64]
+AT_ONCE = 20_000
+"""Candidates whose columns are in memory together."""
 LEFT_OUT = 0.10
 """Half of an 80 % range: what rehearsals leave out (6 %), and what adding up blocks does besides (judgement)."""
 BUBBLE = {
@@ -149,18 +151,25 @@ class Analysis:
         """A step, with the range that should hold four of five measurements."""
         return self.parts.ranged()
 
-    def chosen(self, places: NDArray[np.int64]) -> "Analysis":
-        """Some candidates."""
-        parts = {
-            name: _each(time, lambda end: np.broadcast_to(end, self.memory.value.shape)[places])
-            for name, time in self.parts.times.items()
-        }  # type: ignore[union-attr]
-        memory, needed = (_each(one, lambda end: end[places]) for one in (self.memory, self.needed))
-        return Analysis(Parts(parts), memory, needed)
-
 
 def analyse(cluster: Cluster, candidates: Candidates, rows: NDArray[np.int64], one: Stage, two: Stage) -> Analysis:
     """Time and memory of all candidates. ``rows``: of each, its place in ``one`` and ``two`` (one sample, two)."""
+    some = []
+    for first in range(0, len(candidates), AT_ONCE):
+        here = slice(first, first + AT_ONCE)
+        columns = {name: column[here] for name, column in candidates.columns.items()}
+        some.append(_analyse(cluster, Candidates(columns, candidates.schedules), rows[here], one, two))
+    times = {name: _end_to_end([part.parts.times[name] for part in some]) for name in some[0].parts.times}
+    memory, needed = (_end_to_end([getattr(part, name) for part in some]) for name in ("memory", "needed"))
+    return Analysis(Parts(times), memory, needed)
+
+
+def _end_to_end(some: list[Estimate]) -> Estimate:
+    """Columns under each other."""
+    return Estimate(*(np.concatenate([getattr(one, end) for one in some]) for end in ("value", "low", "high")))
+
+
+def _analyse(cluster: Cluster, candidates: Candidates, rows: NDArray[np.int64], one: Stage, two: Stage) -> Analysis:
     many = _Candidates(candidates)
     stage = one.of_samples(two, rows, many.micro_batch, many.cp)
     forward, backward = (_pass(stage.passes[:, :, way] + stage.entry[:, :, way]) for way in (0, 1))
@@ -183,7 +192,8 @@ def analyse(cluster: Cluster, candidates: Candidates, rows: NDArray[np.int64], o
     total = step.total()
     step = step + Parts({"release": Estimate(0 * total, -LEFT_OUT * total, LEFT_OUT * total)})
     memory, needed = _memory(cluster, stage, many)
-    return Analysis(step, memory, needed)
+    nothing = Estimate.exactly(np.zeros(len(candidates)))
+    return Analysis(Parts({name: time + nothing for name, time in step.times.items()}), memory, needed)
 
 
 class _Candidates:
@@ -309,8 +319,8 @@ def _memory(cluster: Cluster, stage: Stage, many: _Candidates) -> tuple[Estimate
     for place in (0, 1):
         fixed = stage.held[:, place] / many.shards + stage.frozen[:, place] + _gathered(stage, many, place)
         kept = stage.kept[rank, many.checkpointing, place] * _in_flight(many, place)
-        kept = kept + np.where(many.full, stage.largest_block, 0.0)
-        moving = np.maximum(stage.before[:, place], kept + stage.beside[:, place])
+        at_work = np.where(many.full, stage.largest_block, 0.0)  # recomputed when the logits are gone
+        moving = np.maximum(stage.before[:, place], kept + np.maximum(stage.beside[:, place], at_work))
         if fullest is None:
             fullest = fixed, moving
         else:
@@ -325,7 +335,7 @@ def _memory(cluster: Cluster, stage: Stage, many: _Candidates) -> tuple[Estimate
         allocated = allocated + Estimate(*INTERPRETER_BYTES)
         return allocated, allocated
     axes = (many.replicas, many.shards, many.tp, many.cp, many.pp, many.ep)
-    communicators = sum((axis > 1 for axis in axes), start=np.zeros(len(value)))
+    communicators: Floats = np.sum([axis > 1 for axis in axes], axis=0, dtype=np.float64)
     outside = Estimate(*CONTEXT_BYTES) + Estimate(*COMMUNICATOR_BYTES) * communicators
     return allocated, allocated + outside
 
@@ -360,7 +370,3 @@ def out_of_memory(needed: Estimate, cluster: Cluster, erfc: Callable[[float], fl
     below = np.hypot(value - needed.low, usable[2] - usable[0])
     deviation = np.where(room >= 0, above, below) / 1.2816
     return 0.5 * np.vectorize(erfc, otypes=[np.float64])(room / deviation / np.sqrt(2))
-
-
-def _each(one: Estimate, change: Callable[[Floats], Floats]) -> Estimate:
-    return Estimate(*(change(np.asarray(end)) for end in (one.value, one.low, one.high)))

@@ -1,7 +1,7 @@
 """Why one plan beats another: from the difference of where their time goes."""
 
 from headway.plan.search import Plan, Planned, worth
-from headway.rehearse import Prediction
+from headway.plan.whole_step import WholeStep
 from headway.rehearse.memory import GIB
 
 SMALL = 0.005
@@ -24,7 +24,7 @@ MEANINGS = {
 }
 
 
-def differences(first: Prediction, second: Prediction) -> list[tuple[str, float]]:
+def differences(first: WholeStep, second: WholeStep) -> list[tuple[str, float]]:
     """Seconds by which each part of the second's step is longer, the largest change first."""
     own, other = dict(first.shares.named()), dict(second.shares.named())
     names = list(dict.fromkeys([*own, *other]))

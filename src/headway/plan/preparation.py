@@ -77,9 +77,10 @@ class _Rehearsed:
     def sent(self, candidates: Candidates, base: Unit) -> Floats:
         """What context-parallel ranks in groups of two send of one sample: see BlockWork."""
         found = np.zeros_like(self.work(base, 1).sent)
-        for place, axis in enumerate(CONTEXT):
+        pairs = (base._replace(cp_ulysses=2), base._replace(cp_ring=2))
+        for place, (axis, unit) in enumerate(zip(CONTEXT, pairs, strict=True)):
             if (candidates[axis] > 1).any():
-                found[place] = self.work(base._replace(**{axis: 2}), 1).sent[place]
+                found[place] = self.work(unit, 1).sent[place]
         return found
 
 

@@ -17,9 +17,9 @@ from headway.plan.choice import Choice, Precision
 from headway.plan.preparation import check_recipe, prepare
 from headway.plan.rules import Rules
 from headway.plan.search_space import PRECISIONS, Candidates, Rejections, search_space
+from headway.plan.whole_step import WholeStep, whole_step
 from headway.recipe import Recipe
-from headway.rehearse import Prediction as Rehearsed
-from headway.rehearse import check_devices, predict, rehearse, roles
+from headway.rehearse import check_devices
 from headway.rehearse.memory import GIB
 from headway.rehearse.program import CPU
 
@@ -63,7 +63,7 @@ class Plan:
     """Among the candidates."""
     analytic_rank: int
     """From 1."""
-    prediction: Rehearsed
+    prediction: WholeStep
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,15 @@ def plan(
     for rank, place in enumerate(order[: REHEARSED_AT_MOST * top].tolist(), start=1):
         choice = found.candidates.choice(place)
         on_rehearsed(f"rehearsing {choice.name}")
-        prediction = rehearsed_whole(recipe, choice, cluster)
+        try:
+            prediction = whole_step(recipe, choice, cluster)
+        except UserError as error:
+            found.rejections.add(f"it can't be rehearsed: {error}", choice.name)
+            continue
         chance = prediction.out_of_memory_probability or 0.0
         if chance > FITS:
             need = prediction.memory.needed.value / GIB
-            found.rejections.add(f"rehearsed whole it needs {need:.0f} GiB of a device", choice.name)
+            found.rejections.add(f"out of memory when rehearsed whole: {need:.0f} GiB of a device", choice.name)
             continue
         plans.append(Plan(choice, place, rank, prediction))
         if len(plans) == top:
@@ -160,13 +164,6 @@ def analyse_all(
     return found
 
 
-def rehearsed_whole(recipe: Recipe, choice: Choice, cluster: Cluster) -> Rehearsed:
-    """The prediction of the whole step of one candidate."""
-    chosen = choice.applied_to(recipe)
-    devices = choice.devices
-    return predict((rehearse(chosen, devices, role.rank) for role in roles(chosen, devices)), cluster)
-
-
 def worth(plan: Plan, price: float | None) -> float:
     """What plans are ranked by: seconds of a step, or its cost."""
     seconds = plan.prediction.step_time_s.value
@@ -200,7 +197,8 @@ def _why_nothing_fits(recipe: Recipe, cluster: Cluster, found: Analysed) -> str:
     gib = np.asarray(needed.value)[least] / GIB
     return (
         f"no layout of {recipe.model.class_name} fits {cluster.accelerator.memory_gb:.0f} GB devices of "
-        f"{cluster.name}: the least, {found.candidates.choice(least).name}, needs about {gib:.0f} GiB; give more devices (--devices), or a smaller model or sequence"
+        f"{cluster.name}: the least, {found.candidates.choice(least).name}, needs about "
+        f"{gib:.0f} GiB; give more devices (--devices), or a smaller model or sequence"
     )
 
 

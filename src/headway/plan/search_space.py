@@ -85,10 +85,6 @@ class Candidates:
             }
         )
 
-    def chosen(self, places: NDArray[Any]) -> "Candidates":
-        """Some of them."""
-        return Candidates({name: column[places] for name, column in self.columns.items()}, self.schedules)
-
 
 def divisions(devices: int, has_experts: bool) -> Iterator[Division]:
     """Every way to share ``devices`` out to the axes; experts only where there are any."""
