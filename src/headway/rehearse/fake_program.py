@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
@@ -31,11 +33,20 @@ def fake_ranks(rank: int, world: int) -> Iterator[None]:
     """The process is ``rank`` of ``world`` inside the context: collectives return at once, and nothing is sent."""
     if dist.is_initialized():
         raise RuntimeError("a rehearsal needs a process without a process group")
+    _forget_meshes()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps results by equal meshes, though their groups and this rank's place are others by now."""
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
+    clear_redistribute_planner_cache()
 
 
 class FakeValues:
