@@ -20,6 +20,8 @@ from headway.rehearse import Ranged, Shares, predict, rehearse, roles
 from rehearsed_recipes import layers
 
 DGX = cluster_named("dgx-h100")
+pytestmark = pytest.mark.soak
+"""Many rehearsals: minutes."""
 
 
 def wide(**sections) -> Recipe:

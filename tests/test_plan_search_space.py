@@ -139,9 +139,3 @@ def test_what_is_refused_is_told_in_groups_with_an_example():
     assert "layout.tp = 3" in told
     assert "layout.pp_schedule" in told
     assert len(rows) < 20 < sum(row["count"] for row in rows)
-
-
-def test_devices_that_nothing_divides_are_told_with_why():
-    rules = RULES["text"]
-    with pytest.raises(UserError, match=r"no layout of Qwen3ForCausalLM divides 17 devices: .*global_batch"):
-        search_space(rules.recipe, [17], rules)
