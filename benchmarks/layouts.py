@@ -28,9 +28,10 @@ import torch.distributed as dist
 from communication import recipes
 from communication.cases import CASES, Case
 from communication.comparison import compare, differs
-from communication.observation import loader_of, trainer_of
+from communication.observation import trainer_of
 from headway.check.ranks import Place, joined, run_on_ranks
 from headway.recipe import Recipe
+from headway.train import training_loader
 
 WARM_UP_ROUNDS = 2
 GLOBAL_BATCH = 8
@@ -109,7 +110,10 @@ def step_seconds(place: Place, timed: dict[str, Recipe], rounds: int) -> dict[st
     """Seconds of each layout's steps on this rank, one a round, in changing order."""
     with joined(place):
         trainers = {name: trainer_of(recipe) for name, recipe in timed.items()}
-        batches = {name: next(iter(loader_of(trainer, 1))) for name, trainer in trainers.items()}
+        batches = {
+            name: next(iter(training_loader(trainer.recipe, trainer.parts, range(1))))
+            for name, trainer in trainers.items()
+        }
         seconds: dict[str, list[float]] = {name: [] for name in timed}
         names = list(timed)
         for number in range(rounds):

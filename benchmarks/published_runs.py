@@ -1,9 +1,10 @@
 """Predictions of published training runs beside what they measured: time, memory, ranges, and layouts chosen.
 
 The table of runs lies beside the repository (../shared/published/measured_runs.csv). Each row is mapped to a model, a
-layout and a framework's behaviour without a look at its measurement; nothing is fitted to rows. Other planners on the
-same data: calculon 15.3 % (vTrain's multi-node runs) and 38.9 % (single-node), llm-analysis 24.4 and 57.5 %, vTrain
-itself with a profile of its layers 14.7 and 8.4 %, SimuMax on its own machine 5.6 %.
+layout and a framework's behaviour without a look at its measurement; what was chosen for whole sources with their runs
+in sight is listed in docs/published_runs.md. Other planners on the same data: calculon 15.3 % (vTrain's multi-node
+runs) and 38.9 % (single-node), llm-analysis 24.4 and 57.5 %, vTrain itself with a profile of its layers 14.7 and 8.4 %,
+SimuMax on its own machine 5.6 %.
 
 Run: python benchmarks/published_runs.py [--runs RUNS.csv] [--json PATH]
 """

@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from headway.data import Batch, Loader, SampleOrder
+from headway.data import Batch
 from headway.parallel import Ranks, start_ranks
 from headway.recipe import Recipe, load_recipe, parse_recipe
 from headway.runs.stop import StopSignals
-from headway.train import Assembly, Trainer, assemble
+from headway.train import Assembly, Trainer, assemble, training_loader
 from loops.accelerate_loop import AccelerateLoop
 from loops.lightning_loop import LightningLoop
 from loops.raw import RawLoop
@@ -180,7 +180,7 @@ def measure(case: Case, folder: Path, rounds: int, ranks: Ranks) -> dict[str, An
     """Seconds of every step of each loop on this rank, the losses, and why a loop can't run."""
     recipe = RECIPES[case.model](folder, case.precision, case.ranks)
     parts = assemble(recipe, ranks, folder)
-    steps = list(_steps(recipe, parts, ranks))
+    steps = list(training_loader(recipe, parts, range(DISTINCT_STEPS)))
     tokenizers = dict(parts.built.frozen.caption_tokens.tokenizers) if parts.built.frozen else {}
 
     def task() -> Any:
@@ -204,19 +204,6 @@ def measure(case: Case, folder: Path, rounds: int, ranks: Ranks) -> dict[str, An
         "losses": turns.losses,
         "cannot_run": cannot_run,
     }
-
-
-def _steps(recipe: Recipe, parts: Assembly, ranks: Ranks) -> Loader:
-    return Loader(
-        parts.training_data,
-        parts.collate,
-        order=SampleOrder(len(parts.training_data), recipe.run.seed, recipe.data.shuffle),
-        global_batch=recipe.run.global_batch,
-        micro_batch=recipe.run.micro_batch,
-        data_rank=ranks.rank,
-        data_world=ranks.world,
-        steps=range(DISTINCT_STEPS),
-    )
 
 
 def rank_main(case: Case, rank: int, port: int, folder: Path, rounds: int) -> None:

@@ -16,8 +16,6 @@ from headway.cost import (
     launch,
     matrix_product,
     memory_bound,
-    muon_step,
-    optimizer_step,
     slowed_by_communication,
     unfused_attention,
     visible_share,
@@ -200,16 +198,6 @@ def test_memory_bound_operators_stay_below_the_bandwidth(cluster, size, factor, 
     holds(cost)
     assert cost.low >= size / cluster.accelerator.memory_bandwidth_gb_per_s
     assert memory_bound(cluster, size * factor, kind).value >= cost.value
-
-
-def test_optimizers_cost_their_bytes():
-    cluster = cluster_named("dgx-h100")
-    fused, separate = (optimizer_step(cluster, 1e9, fused=way) for way in (True, False))
-    assert milliseconds(fused) == pytest.approx(28 / 3350 / 0.78 * 1e3, rel=0.01)
-    assert separate.value == pytest.approx(3 * fused.value, rel=0.01)
-    assert optimizer_step(cluster, 1e9, working_copy_bytes=2).value > fused.value
-    assert muon_step(cluster, 4096, 16384).value == muon_step(cluster, 16384, 4096).value
-    assert muon_step(cluster, 4096, 16384).value > optimizer_step(cluster, 4096 * 16384, "sgd").value
 
 
 def test_experts_with_few_rows_waste_most_of_the_device():

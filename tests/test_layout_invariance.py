@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from headway.data import Loader, SampleOrder
 from headway.parallel import Ranks
 from headway.recipe import Recipe
-from headway.train import Trainer, assemble
+from headway.train import Trainer, assemble, training_loader
 from ranks import run_ranks
 from soak import soak
 from tiny_recipes import image_folder, image_recipe, text_file, text_recipe
@@ -23,17 +22,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     parts = assemble(recipe, ranks, recipe.run.directory)
     trainer = Trainer(recipe, parts, lambda: False, lambda kind, **fields: None)
-    loader = Loader(
-        parts.training_data,
-        parts.collate,
-        order=SampleOrder(len(parts.training_data), recipe.run.seed, recipe.data.shuffle),
-        global_batch=recipe.run.global_batch,
-        micro_batch=recipe.run.micro_batch,
-        data_rank=ranks.rank,
-        data_world=ranks.world,
-        steps=range(recipe.run.steps),
-    )
-    results = [trainer.step(batches) for batches in loader]
+    results = [trainer.step(batches) for batches in training_loader(recipe, parts, range(recipe.run.steps))]
     state = trainer.state()
     return {
         "losses": [result.loss for result in results],

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.data import Loader, SampleOrder
 from headway.errors import UserError
 from headway.parallel import Ranks
 from headway.recipe import CheckpointRecipe, LayoutRecipe, Recipe, sizes
-from headway.train import Trainer, assemble
+from headway.train import Trainer, assemble, training_loader
 from headway.train.checkpoints import Checkpoints
 from ranks import run_ranks
 from test_layout_invariance import relative, whole
@@ -43,18 +42,7 @@ def trainer_of(recipe: Recipe) -> Trainer:
 
 
 def steps_of(trainer: Trainer, steps: range) -> list[Any]:
-    recipe, parts = trainer.recipe, trainer.parts
-    loader = Loader(
-        parts.training_data,
-        parts.collate,
-        order=SampleOrder(len(parts.training_data), recipe.run.seed, recipe.data.shuffle),
-        global_batch=recipe.run.global_batch,
-        micro_batch=recipe.run.micro_batch,
-        data_rank=parts.meshes.data_rank,
-        data_world=parts.meshes.sizes.data,
-        steps=steps,
-        start_position=trainer.progress.position,
-    )
+    loader = training_loader(trainer.recipe, trainer.parts, steps, start_position=trainer.progress.position)
     return [trainer.step(batches) for batches in loader]
 
 

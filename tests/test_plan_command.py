@@ -1,29 +1,16 @@
 """``headway plan``: what it writes and prints, and what it says to a mistake."""
 
 import json
-import sys
 
 import pytest
 
-from headway.cli import main as cli
-from headway.recipe import load_recipe, sizes, to_toml
-from tiny_recipes import text_file, text_recipe
-
-
-def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of ``headway ARGUMENTS``."""
-    monkeypatch.setattr(sys, "argv", ["headway", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    captured = capsys.readouterr()
-    return int(ended.value.code or 0), captured.out, captured.err
+from commands import recipe_file, run
+from headway.recipe import load_recipe, sizes
 
 
 @pytest.fixture
 def recipe(tmp_path) -> str:
-    file = tmp_path / "recipe.toml"
-    file.write_text(to_toml(text_recipe(text_file(tmp_path / "text.jsonl"), tmp_path / "run")))
-    return str(file)
+    return recipe_file(tmp_path)
 
 
 def test_a_plan_is_told_written_and_drawn(monkeypatch, capsys, recipe, tmp_path):

@@ -1,31 +1,17 @@
 """``headway rehearse``: its result, its files, and what it says to a mistake."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from headway.cli import main as cli
-from headway.recipe import to_toml
+from commands import recipe_file, run
 from headway.timeline import DEVICE_KINDS, breakdown, read_chrome_trace
-from tiny_recipes import text_file, text_recipe
-
-
-def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of ``headway ARGUMENTS``."""
-    monkeypatch.setattr(sys, "argv", ["headway", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    captured = capsys.readouterr()
-    return int(ended.value.code or 0), captured.out, captured.err
 
 
 @pytest.fixture
 def recipe(tmp_path) -> str:
-    file = tmp_path / "recipe.toml"
-    file.write_text(to_toml(text_recipe(text_file(tmp_path / "text.jsonl"), tmp_path / "run")))
-    return str(file)
+    return recipe_file(tmp_path)
 
 
 def test_a_pipeline_of_shards_is_predicted_with_ranges_trace_and_page(monkeypatch, capsys, recipe, tmp_path):

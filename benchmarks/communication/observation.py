@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 from communication.formulas import Shape
 from communication.recorder import Recorder, axes_of
 from communication.traffic import Traffic
-from headway.data import Loader, SampleOrder
 from headway.models import find_routers
 from headway.parallel import Ranks
 from headway.parallel.pipeline import Pipeline
 from headway.recipe import Recipe, Sizes
-from headway.train import Assembly, Trainer, assemble
+from headway.train import Assembly, Trainer, assemble, training_loader
 from headway.train.passes import PipelinedPasses
 
 
@@ -57,27 +56,12 @@ def a_group_for_each_axis() -> Iterator[None]:
         yield
 
 
-def loader_of(trainer: Trainer, steps: int) -> Loader:
-    """This rank's micro-batches of the first ``steps`` steps."""
-    recipe, parts = trainer.recipe, trainer.parts
-    return Loader(
-        parts.training_data,
-        parts.collate,
-        order=SampleOrder(len(parts.training_data), recipe.run.seed, recipe.data.shuffle),
-        global_batch=recipe.run.global_batch,
-        micro_batch=recipe.run.micro_batch,
-        data_rank=parts.meshes.data_rank,
-        data_world=parts.meshes.sizes.data,
-        steps=range(steps),
-    )
-
-
 def observe(recipe: Recipe) -> Observation:
     """Two steps of ``recipe`` on this rank; the second one, when everything is set up, is observed."""
     with a_group_for_each_axis():
         trainer = trainer_of(recipe)
     trainer.parts.flops = lambda tensors: None  # counted on a copy on meta, which takes long and sends nothing
-    first, second = loader_of(trainer, 2)
+    first, second = training_loader(trainer.recipe, trainer.parts, range(2))
     trainer.step(first)
     rows: Counter[int] = Counter()
     watch_routers(trainer.parts, rows)

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from communication.observation import loader_of, pipeline_of, trainer_of
+from communication.observation import pipeline_of, trainer_of
 from headway.check.ranks import Place, joined, run_on_ranks
 from headway.recipe import Recipe
 from headway.timeline import Kind, Timeline
+from headway.train import training_loader
 
 TIMEOUT_S = 180.0
 
@@ -47,7 +48,7 @@ def run_schedule(recipe: Recipe, ranks: int, unit_ns: int) -> list[Span]:
 def _on_rank(place: Place, recipe: Recipe, unit_ns: int) -> list[Span]:
     with joined(place):
         trainer = trainer_of(recipe)
-        first, second = loader_of(trainer, 2)
+        first, second = training_loader(trainer.recipe, trainer.parts, range(2))
         trainer.step(first)
         spans: list[Span] = []
         pipeline = pipeline_of(trainer.parts)

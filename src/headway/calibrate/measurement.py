@@ -4,7 +4,6 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +22,6 @@ from headway.calibrate.memory import MemoryTime, measure_memory
 from headway.calibrate.products import ProductTime, measure_products
 
 TIMEOUT_S = 300
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)

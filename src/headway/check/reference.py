@@ -18,10 +18,10 @@ from headway.check.perturbation import perturb
 from headway.check.ranks import Place, joined
 from headway.check.reference_routers import RouterTerms
 from headway.check.setting import EMA_DECAY, STEPS, without_router_losses
-from headway.data import Batch, Loader, SampleOrder
+from headway.data import Batch
 from headway.parallel import Piece
 from headway.recipe import NextTokenRecipe, OptimRecipe, Recipe
-from headway.train import Assembly, assemble
+from headway.train import Assembly, assemble, training_loader
 
 QUANTITIES = ("gradient", "weights_1", "weights_3", "ema_3")
 """What is compared of every trained parameter: the first step's gradient, weights and averages after so many steps."""
@@ -81,18 +81,7 @@ def gradient_of(step: int) -> str:
 
 def batches(recipe: Recipe, parts: Assembly) -> Iterator[list[Batch]]:
     """This rank's micro-batches of each step, as a run would load them."""
-    return iter(
-        Loader(
-            parts.training_data,
-            parts.collate,
-            order=SampleOrder(len(parts.training_data), recipe.run.seed, recipe.data.shuffle),
-            global_batch=recipe.run.global_batch,
-            micro_batch=recipe.run.micro_batch,
-            data_rank=parts.meshes.data_rank,
-            data_world=parts.meshes.sizes.data,
-            steps=range(recipe.run.steps),
-        )
-    )
+    return iter(training_loader(recipe, parts, range(recipe.run.steps)))
 
 
 class _Loop:

@@ -6,7 +6,6 @@ from headway.cost.estimate import Estimate
 from headway.cost.host import launch, slowed_by_communication
 from headway.cost.matrix import UNALIGNED, grouped_matrix_product, matrix_product, matrix_rate
 from headway.cost.memory_bound import cross_entropy, host_copy, memory_bound
-from headway.cost.optimizer import muon_step, optimizer_step
 from headway.cost.quantise import CAST_BYTES, QuantisationRecipe, quantise
 
 __all__ = [
@@ -26,8 +25,6 @@ __all__ = [
     "matrix_product",
     "matrix_rate",
     "memory_bound",
-    "muon_step",
-    "optimizer_step",
     "quantise",
     "slowed_by_communication",
     "unfused_attention",

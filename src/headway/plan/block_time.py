@@ -4,7 +4,7 @@ Products, attention and memory-bound operators come from the cost room; this fil
 what size. Backward: a product's two gradients have its three sizes in turn; attention computes its scores again.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -317,8 +317,3 @@ class Traffic:
     def activation_forward(self, cluster: Cluster) -> Parts:
         """Time of the activation function alone."""
         return Parts({"memory": memory_bound(cluster, self.activation)})
-
-
-def without_settings(settings: Settings) -> Settings:
-    """The same run without recomputation."""
-    return replace(settings, recompute_layers=0.0, recompute=frozenset())

@@ -2,7 +2,6 @@
 
 import re
 import tomllib
-from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -185,8 +184,3 @@ def _recipes() -> list[dict[str, Any]]:
     text = files("headway.plan").joinpath("recipes.toml").read_text(encoding="utf-8")
     entries: list[dict[str, Any]] = tomllib.loads(text)["recipe"]
     return entries
-
-
-def with_recompute(settings: Settings, layers: float) -> Settings:
-    """The same settings with another share of recomputed layers."""
-    return replace(settings, recompute_layers=layers)

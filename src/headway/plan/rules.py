@@ -4,16 +4,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import torch
-
 from headway.errors import UserError
-from headway.models import BuiltModel, build_model, find_routers
+from headway.models import find_routers
 from headway.parallel import check_tensor_parallel
 from headway.parallel.context_parallel import check_context_parallel
 from headway.parallel.expert_parallel import check_expert_parallel
 from headway.parallel.pipeline import SCHEDULES, PipelinePlan, plan_pipeline
 from headway.recipe import LayoutRecipe, Recipe
-from headway.rehearse.batches import unread_tokenizers
+from headway.rehearse.model_on_meta import model_on_meta
 
 MOST_STAGES_PER_RANK = 4
 """Of interleaved schedules, in a search."""
@@ -85,17 +83,6 @@ class Rules:
             compiled=self.recipe.run.compile,
             checkpointing=checkpointing,
         )
-
-
-def model_on_meta(recipe: Recipe) -> BuiltModel:
-    """The recipe's model without values, from its config alone. Raises UserError."""
-    return build_model(
-        recipe.model,
-        recipe.precision,
-        seed=recipe.run.seed,
-        tokenizers=unread_tokenizers(recipe),
-        placeholder=lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
-    )
 
 
 def schedules_of(pp: int) -> list[tuple[str, int]]:

@@ -1,7 +1,7 @@
 """Everything that is replaced in torch and in Headway while a step is recorded or rehearsed, and put back afterwards.
 
 ``recording`` is needed by any recorded run, ``rehearsing`` besides by one without real ranks and values. Read against
-torch 2.11 to 2.13; tests/test_rehearse_patches.py holds that each replaced name is there.
+torch 2.11 to 2.13; tests/test_rehearse_records.py holds that all is put back.
 """
 
 from collections.abc import Callable, Iterator

@@ -5,18 +5,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
-from headway.models import build_model
 from headway.models.classes import find_class, read_config
 from headway.parallel.pipeline import SCHEDULES, BlockCosts, PipelinePlan, balanced_cuts
 from headway.parallel.pipeline.cuts import matrix_elements
 from headway.parallel.pipeline.families import find_pipelined
 from headway.recipe import Recipe, sizes
-from headway.rehearse.batches import unread_tokenizers
 from headway.rehearse.extension import Series
 from headway.rehearse.growth import linear
+from headway.rehearse.model_on_meta import model_on_meta
 from headway.rehearse.record import Facts
 from headway.rehearse.step_sizes import StepSizes, step_sizes
 
@@ -179,14 +177,7 @@ def _counts(recipe: Recipe, devices: int, depths: dict[str, int]) -> Counts | No
 
 def _balanced(recipe: Recipe, depths: dict[str, int], stages: int) -> tuple[int, ...]:
     """The cuts of the whole model, from the costs of one block of each list."""
-    few = _with_depths(recipe, dict.fromkeys(depths, 1))
-    module = build_model(
-        few.model,
-        few.precision,
-        seed=0,
-        tokenizers=unread_tokenizers(few),
-        placeholder=lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
-    ).module
+    module = model_on_meta(_with_depths(recipe, dict.fromkeys(depths, 1))).module
     pipelined = find_pipelined(module)
     each = [matrix_elements([block]) for _, block in pipelined.blocks()]
     costs = BlockCosts(

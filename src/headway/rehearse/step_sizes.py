@@ -6,9 +6,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headway.models import build_model
 from headway.recipe import LayoutRecipe, Recipe
-from headway.rehearse.batches import rehearsed_batch, unread_tokenizers
+from headway.rehearse.batches import rehearsed_batch
+from headway.rehearse.model_on_meta import model_on_meta
 from headway.train.assembly import flops_of, objective_of
 
 
@@ -33,13 +33,7 @@ def step_sizes(recipe: Recipe) -> StepSizes:
 @lru_cache(maxsize=64)
 def _counted(document: str) -> StepSizes:
     recipe = Recipe.model_validate_json(document)
-    copy = build_model(
-        recipe.model,
-        recipe.precision,
-        seed=recipe.run.seed,
-        tokenizers=unread_tokenizers(recipe),
-        placeholder=lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
-    )
+    copy = model_on_meta(recipe)
     if copy.frozen is not None:
         copy.frozen.materialize(torch.device("meta"))
     batch = rehearsed_batch(recipe, copy, _on_meta)

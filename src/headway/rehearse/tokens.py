@@ -1,6 +1,5 @@
 """A record as one sequence: operators, allocations, frees, host reads and actions in the order of the host."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -60,9 +59,3 @@ def renumbered(record: Record) -> Record:
 
 def _order(allocation: Allocation) -> tuple[int, int]:
     return allocation.allocated_event, allocation.storage
-
-
-def accesses_in(operator: Operator) -> Iterator[Access]:
-    """All accesses of an operator."""
-    yield from operator.reads
-    yield from operator.writes

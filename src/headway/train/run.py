@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from headway.cluster import accelerator_of_device
-from headway.data import Batch, Loader, SampleOrder
+from headway.data import Batch, Loader
 from headway.errors import RunFailed, UserError
 from headway.parallel import Ranks
 from headway.recipe import Recipe, Sizes
@@ -20,6 +20,7 @@ from headway.train.checkpoint_manifest import checkpoint_path, checkpoints_in, p
 from headway.train.checkpoint_reading import one_line
 from headway.train.checkpoints import Checkpoints
 from headway.train.flops import utilisation
+from headway.train.loading import training_loader
 from headway.train.metrics import MetricsWriters, require_installed
 from headway.train.picture_grid import save_grid
 from headway.train.throughput import StepTimer, peak_memory_gib
@@ -326,15 +327,10 @@ class _Run:
 
     def _loader(self) -> Loader:
         progress, run = self.trainer.progress, self.recipe.run
-        return Loader(
-            self.parts.training_data,
-            self.parts.collate,
-            order=SampleOrder(len(self.parts.training_data), run.seed, self.recipe.data.shuffle),
-            global_batch=run.global_batch,
-            micro_batch=run.micro_batch,
-            data_rank=self.parts.meshes.data_rank,
-            data_world=self.parts.meshes.sizes.data,
-            steps=range(progress.step, run.steps),
+        return training_loader(
+            self.recipe,
+            self.parts,
+            range(progress.step, run.steps),
             start_position=progress.position,
             workers=self.recipe.data.workers,
             prefetch=self.recipe.data.prefetch,
