@@ -71,9 +71,10 @@ def test_times_and_memory_from_blocks_are_near_those_of_whole_rehearsals(analyse
         assert found.analysis.memory.value[place] == pytest.approx(whole.memory.peak.value, rel=0.2), choice
 
 
-def test_few_accumulated_micro_batches_tell_of_many():
+@pytest.mark.parametrize(("shards", "stages"), [(2, 1), (1, 2)])
+def test_few_accumulated_micro_batches_tell_of_many(shards, stages):
     recipe = layers(2, run={"global_batch": 12})
-    choice = Choice(2, 1, 2, 1, 1, 1, 1, "1f1b", 1, 1, 1, "none", "bfloat16", True)
+    choice = Choice(2, 1, shards, 1, 1, 1, stages, "1f1b", 1, 1, 1, "none", "bfloat16", True)
     found = whole_step(recipe, choice, DGX)
     assert rounds(choice)[1] < 6
     chosen = choice.applied_to(recipe)

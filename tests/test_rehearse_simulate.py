@@ -175,6 +175,16 @@ def test_a_collective_of_several_stages_starts_when_the_last_of_them_has_come():
     assert [one.start_ns[1] for one in times] == [500, 500]
 
 
+def test_ranks_that_have_met_send_each_other_messages_in_the_same_group():
+    """Without sharding the pipeline's group is that of all ranks: the step's sums go through it too."""
+    first, second = (Step(world=2, rank=rank, pp=2, groups={"pp": Group("pp", (0, 1))}) for rank in (0, 1))
+    met = [step.talk("broadcast", 50, "pp", COMPUTE) for step in (first, second)]
+    first.talk("send", 30, "pp", "comm pp to 1", (met[0],), peer=1)
+    came = second.talk("recv", 30, "pp", "comm pp from 0", (met[1],), peer=0)
+    times = played([first.record(), second.record()], exact_cluster()).ranks
+    assert (times[1].start_ns[came], times[1].end_ns[came]) == (50, 80)
+
+
 def test_records_that_are_not_of_one_step_are_refused():
     first, second = one_f_one_b(2, 2, 10, 10)
     with pytest.raises(ValueError, match="places"):

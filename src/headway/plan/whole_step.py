@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from headway.cluster import Cluster
-from headway.errors import UserError
 from headway.plan.choice import Choice
 from headway.recipe import Recipe
 from headway.rehearse import Memory, Prediction, Ranged, Shares, predict, rehearse, roles
@@ -68,10 +67,7 @@ def _predicted(recipe: Recipe, choice: Choice, cluster: Cluster, micro_batches: 
     batch = choice.dp_replicate * choice.dp_shard * choice.micro_batch * micro_batches
     chosen = chosen.model_copy(update={"run": chosen.run.model_copy(update={"global_batch": batch})})
     records = (rehearse(chosen, choice.devices, role.rank) for role in roles(chosen, choice.devices))
-    try:
-        return predict(records, cluster)
-    except ValueError as error:  # the simulator's word for records that do not meet
-        raise UserError(f"{choice.name} can't be simulated: {error}") from error
+    return predict(records, cluster)
 
 
 def _told(prediction: Prediction) -> WholeStep:

@@ -197,10 +197,10 @@ def _talk(
         if there == here:
             return "alone", (), ()
         ends = (here, there) if call.kind == "send" else (there, here)
-        return call.kind, (axis, *ends), ()
+        return call.kind, ("message", axis, *ends), ()
     if len(places) == 1:
         return "alone", (), ()
-    return "meeting", (axis, *places), places
+    return "meeting", ("meeting", axis, *places), places
 
 
 def _place(facts: Facts, rank: int) -> int:
