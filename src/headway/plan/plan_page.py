@@ -45,7 +45,7 @@ def plan_page_data(planned: Planned, title: str) -> dict[str, Any]:
         "rejected": result["rejected"],
         "points": {
             "time": [float(f"{seconds:.5g}") for seconds in time[shown].tolist()],
-            "memory": [round(gib, 2) for gib in memory[shown].tolist()],
+            "memory": [float(f"{gib:.5g}") for gib in memory[shown].tolist()],
             "oom": [round(chance, 3) for chance in found.oom[shown].tolist()],
             "place": shown.tolist(),
             "name": [found.candidates.choice(place).name for place in shown.tolist()],

@@ -130,7 +130,11 @@ def _curve(memory: Memory, times: RankTimes, step_ns: int) -> dict[str, Any]:
     return {
         "at": at[kept].tolist(),
         "names": [name for name in names if memory.held_by[name].any()],
-        "held": [(memory.held_by[name][kept] / GIB).round(4).tolist() for name in names if memory.held_by[name].any()],
+        "held": [
+            [float(f"{gib:.4g}") for gib in (memory.held_by[name][kept] / GIB).tolist()]
+            for name in names
+            if memory.held_by[name].any()
+        ],
         "peak_at": int(at[peak]) if peak >= 0 else 0,
         "peak": memory.peak_bytes / GIB,
         "usable": None if usable is None else usable / GIB,

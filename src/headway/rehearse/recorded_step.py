@@ -5,7 +5,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from headway.data import Batch
 from headway.parallel import Meshes
@@ -123,6 +124,11 @@ def _name_gradients(recorder: Recorder, parts: StepParts) -> None:
             recorder.name([(name, shard.grad)], "gradient")
 
 
+def _library_class(block: nn.Module) -> str:
+    """The name of its class without the one that FSDP2 puts before it."""
+    return next(one.__name__ for one in type(block).__mro__ if not issubclass(one, FSDPModule))
+
+
 def _facts(recipe: Recipe, parts: StepParts, sizes: StepSizes, micro_batches: int) -> Facts:
     axes, staged = parts.meshes.sizes, parts.layout.staged
     passes = micro_batches * axes.data
@@ -146,7 +152,7 @@ def _facts(recipe: Recipe, parts: StepParts, sizes: StepSizes, micro_batches: in
         recomputed_flops=sizes.recomputed_flops * passes,
         parameters=sizes.parameters,
         trained_parameters=sizes.trained_parameters,
-        blocks={path: type(block).__name__ for _, path, block in _blocks(parts)},
+        blocks={path: _library_class(block) for _, path, block in _blocks(parts)},
         block_stages={path: stage for stage, path, _ in _blocks(parts)},
         compiled=recipe.run.compile,
         compute_dtype=recipe.precision.compute,
