@@ -1,0 +1,120 @@
+"""Pickles read as plain data: containers, numbers, strings. Nothing that a pickle can name is ever looked up or run.
+
+Before anything is built, the opcodes are walked once: what is not plain is refused, and so is what would make the
+interpreter allocate more than the file can hold (a place in the memo far beyond its entries, a string longer than the
+file). Long runs of opcodes of fixed length, most of any dump, are skipped by one regular expression.
+"""
+
+import io
+import pickle
+import pickletools
+import re
+from pathlib import Path
+from typing import Any
+
+from headway.errors import UserError
+
+LARGEST_BYTES = 4 << 30
+"""Larger files are refused: a pickle is held whole in memory, several times its size."""
+
+_NO_ARGUMENT = rb"[(012N}\])ldtaesu\x85-\x89\x8f-\x91\x94]"
+_FIXED = b"|".join(
+    [
+        _NO_ARGUMENT,
+        rb"[Khq\x80].",  # BININT1, BINGET, BINPUT, PROTO
+        rb"M..",
+        rb"[Jj].{4}",  # BININT, LONG_BINGET
+        rb"[G\x95].{8}",  # BINFLOAT, FRAME
+        *(rb"\x8a%c.{%d}" % (length, length) for length in range(9)),  # LONG1 of up to eight bytes
+    ]
+)
+_RUN = re.compile(rb"(?s:(?:%s){1,4000})" % _FIXED)
+"""Opcodes that hold nothing that must be looked at."""
+_LENGTH_BYTES = {
+    b"U": 1,
+    b"T": 4,
+    b"X": 4,
+    b"\x8c": 1,
+    b"\x8d": 8,
+    b"B": 4,
+    b"C": 1,
+    b"\x8e": 8,
+    b"\x8a": 1,
+    b"\x8b": 4,
+}
+"""Strings, bytes and long integers: how many bytes say how many bytes follow."""
+_STOP = b"."
+_LONG_BINPUT = b"r"
+_GLOBALS = (b"c", b"i", b"\x93")
+"""GLOBAL, INST and STACK_GLOBAL: the unpickler refuses them by the name they ask for."""
+_OPCODE_NAMES = {opcode.code.encode("latin-1"): opcode.name for opcode in pickletools.opcodes}
+
+
+def load_plain(path: Path) -> Any:
+    """The plain data in a pickle file of protocol 2 to 5.
+
+    Raises UserError when the file can't be read, is larger than ``LARGEST_BYTES``, is damaged, or holds anything but
+    containers, numbers, strings, bytes, booleans and None.
+    """
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise UserError(f"{path}: larger than {LARGEST_BYTES >> 30} GiB, the most that is read of a pickle")
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return loads_plain(data, str(path))
+
+
+def loads_plain(data: bytes, name: str) -> Any:
+    """As :func:`load_plain`, of bytes; ``name`` stands in messages."""
+    if len(data) < 2 or data[0] != 0x80 or not 2 <= data[1] <= 5:
+        raise UserError(f"{name}: not a pickle of protocol 2 to 5")
+    _check_opcodes(data, name)
+    try:
+        return _PlainUnpickler(data, name).load()
+    except UserError:
+        raise
+    except Exception as error:
+        # Damaged pickles end in whatever exception the operation they stumble over raises.
+        raise UserError(f"{name}: the pickle is damaged ({type(error).__name__}: {str(error)[:120]})") from None
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, name: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._name = name
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise UserError(
+            f"{self._name}: the pickle asks for {module}.{name}, so it was not read further and nothing of it was run: "
+            "only plain containers, numbers and strings are taken. Write the file with the tool that made it "
+            "(torch's flight recorder and torch.cuda.memory._dump_snapshot write plain ones)"
+        )
+
+
+def _check_opcodes(data: bytes, name: str) -> None:
+    """Walk the opcodes up to STOP or to the first name that is asked for. Raises UserError as :func:`load_plain`."""
+    place, end = 0, len(data)
+    while place < end:
+        if run := _RUN.match(data, place):
+            place = run.end()
+            continue
+        opcode = data[place : place + 1]
+        if opcode == _STOP or opcode in _GLOBALS:
+            return
+        if opcode == _LONG_BINPUT:
+            entry = int.from_bytes(data[place + 1 : place + 5], "little")
+            if entry > place:  # each entry of the memo takes more than a byte of the file
+                raise UserError(f"{name}: the pickle is damaged (entry {entry} of the memo at byte {place})")
+            place += 5
+        elif opcode in _LENGTH_BYTES:
+            text = place + 1 + _LENGTH_BYTES[opcode]
+            place = text + int.from_bytes(data[place + 1 : text], "little")
+        elif known := _OPCODE_NAMES.get(opcode):
+            raise UserError(
+                f"{name}: the pickle uses {known} at byte {place}, which plain containers, numbers and strings "
+                "don't need: it was not read and nothing of it was run"
+            )
+        else:
+            break
+    raise UserError(f"{name}: the pickle is damaged or ends in the middle (at byte {min(place, end)} of {end})")
