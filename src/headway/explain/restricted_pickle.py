@@ -76,7 +76,8 @@ def loads_plain(data: bytes, name: str) -> Any:
         raise
     except Exception as error:
         # Damaged pickles end in whatever exception the operation they stumble over raises.
-        raise UserError(f"{name}: the pickle is damaged ({type(error).__name__}: {str(error)[:120]})") from None
+        told = " ".join(str(error).split())[:120]
+        raise UserError(f"{name}: the pickle is damaged ({type(error).__name__}: {told})") from None
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -86,9 +87,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise UserError(
-            f"{self._name}: the pickle asks for {module}.{name}, so it was not read further and nothing of it was run: "
-            "only plain containers, numbers and strings are taken. Write the file with the tool that made it "
-            "(torch's flight recorder and torch.cuda.memory._dump_snapshot write plain ones)"
+            f"{self._name}: the pickle asks for {module}.{name}; nothing of it was run: a dump or snapshot as torch "
+            "writes it holds plain containers, numbers and strings, and nothing else is read"
         )
 
 
