@@ -62,6 +62,7 @@ def _rank_main(
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
         store = dist.FileStore(str(Path(folder, "store")), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+        dist.barrier()  # a rank that is done at once would leave others, which are still connecting, without a peer
         result = function(*arguments)
         Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
         dist.destroy_process_group()
