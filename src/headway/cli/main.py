@@ -9,6 +9,7 @@ import typer
 import headway
 from headway.cli.calibrate import calibrate
 from headway.cli.check import check
+from headway.cli.explain import explain
 from headway.cli.export import export
 from headway.cli.plan import plan
 from headway.cli.quiet import quieten_libraries
@@ -34,6 +35,7 @@ app.command()(export)
 app.command()(calibrate)
 app.command()(plan)
 app.command()(rehearse)
+app.command()(explain)
 app.command()(validate)
 app.add_typer(recipe_app, name="recipe")
 

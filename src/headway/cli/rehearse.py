@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.cli.recipe_show import Overrides, RecipeFile
-from headway.cli.result import JsonPath, can_be_written, give_result
-from headway.errors import UserError
+from headway.cli.result import JsonPath, can_be_written, give_result, write_or_tell
 
 if TYPE_CHECKING:
     from headway.rehearse import Prediction
@@ -70,18 +68,10 @@ def rehearse(
     result = {"recipe": str(recipe), "seconds": time.monotonic() - began} | prediction.result_json()
     name = f"{resolved.model.class_name} on {devices} × {hardware.accelerator.name}"
     if trace is not None:
-        _write(trace, lambda path: write_chrome_trace(prediction.timeline, path))
+        write_or_tell(trace, lambda path: write_chrome_trace(prediction.timeline, path))
     if html is not None:
-        _write(html, lambda path: write_page(prediction, name, path))
+        write_or_tell(html, lambda path: write_page(prediction, name, path))
     give_result(result, _rendered(prediction, result, name), json_)
-
-
-def _write(path: Path, write: Callable[[Path], None]) -> None:
-    """Raises UserError when the disk does not take it."""
-    try:
-        write(path)
-    except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}") from None
 
 
 def _rendered(prediction: "Prediction", result: dict[str, Any], name: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,14 @@ def can_be_written(path: Path | None, parameter: typer.CallbackParam) -> Path | 
     return path
 
 
+def is_cluster_file(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
+    """As ``can_be_written``, of a file whose name says that it is a cluster."""
+    if path is not None and path.suffix != ".toml":
+        option = parameter.opts[-1]
+        raise UserError(f"{option} {path}: a cluster file ends in .toml, by which --cluster knows it from a name")
+    return can_be_written(path, parameter)
+
+
 def _json_can_be_written(path: str | None, parameter: typer.CallbackParam) -> str | None:
     if path is not None and path != "-":
         can_be_written(Path(path), parameter)
@@ -31,6 +40,14 @@ JsonPath = Annotated[
     str | None,
     typer.Option("--json", metavar="PATH", help="Write JSON; - prints it.", callback=_json_can_be_written),
 ]
+
+
+def write_or_tell(path: Path, write: Callable[[Path], None]) -> None:
+    """Raises UserError when the disk does not take what ``write`` writes to ``path``."""
+    try:
+        write(path)
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror}") from None
 
 
 def give_result(result: dict[str, Any], text: str, json_path: str | None) -> None:

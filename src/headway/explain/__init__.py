@@ -1,5 +1,6 @@
 """Explanations: where the time of a run went, why, and the one change worth most."""
 
+from headway.explain.comparison import CauseChange, Comparison, compare
 from headway.explain.finding import (
     CauseClass,
     Confidence,
@@ -12,9 +13,15 @@ from headway.explain.finding import (
     Severity,
 )
 from headway.explain.input import Input, InputKind, find_inputs, kind_of
+from headway.explain.perfetto import write_perfetto
+from headway.explain.rank_trace import RankTrace
+from headway.explain.report import Report, explain
+from headway.explain.timelines import explain_timelines
 
 __all__ = [
+    "CauseChange",
     "CauseClass",
+    "Comparison",
     "Confidence",
     "Evidence",
     "Explained",
@@ -23,8 +30,14 @@ __all__ = [
     "HealthMessage",
     "Input",
     "InputKind",
+    "RankTrace",
     "Recoverable",
+    "Report",
     "Severity",
+    "compare",
+    "explain",
+    "explain_timelines",
     "find_inputs",
     "kind_of",
+    "write_perfetto",
 ]

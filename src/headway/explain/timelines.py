@@ -1,0 +1,114 @@
+"""From the traces of a run's ranks to what they say together."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+from headway.explain.collectives import Aligned, align
+from headway.explain.finding import Evidence, Explained, Finding, HealthMessage, Recoverable, Severity
+from headway.explain.pathologies.communication import find_communication
+from headway.explain.pathologies.stragglers import find_stragglers
+from headway.explain.rank_part import RankPart, rank_part
+from headway.explain.rank_trace import RankTrace
+
+MOST_EVIDENCE = 16
+"""Of one finding."""
+
+
+def explain_timelines(traces: Sequence[RankTrace]) -> Explained:
+    """Explain the traces of one run, one a rank, in this process."""
+    return explain_parts([rank_part(trace) for trace in traces])
+
+
+def explain_parts(parts: Sequence[RankPart]) -> Explained:
+    """Explain a run of what its ranks say: one of each rank."""
+    parts = sorted(parts, key=lambda part: part.rank)
+    health = [message for part in parts for message in part.health]
+    sound = [part for part in parts if part.is_conclusive]
+    aligned = align([part.collectives for part in sound if part.collectives is not None])
+    health += _ranks_health(sound)
+    if aligned is not None:
+        health += _alignment_health(aligned)
+    findings = merged([finding for part in sound for finding in part.findings], len(sound))
+    if sound:
+        findings += find_communication(sound, aligned)
+        findings += find_stragglers(sound, aligned)
+    return Explained(
+        health=tuple(health),
+        ranks=tuple(dict(part.budget) for part in parts if part.budget is not None),
+        findings=tuple(by_gain(findings)),
+        details={"collectives": aligned.as_json()} if aligned is not None else {},
+    )
+
+
+def _ranks_health(parts: Sequence[RankPart]) -> Iterator[HealthMessage]:
+    """What is known only of all traces together."""
+    world = max((part.world_size for part in parts), default=0)
+    ranks = tuple(part.rank for part in parts)
+    if world > 1 and len(ranks) == 1:
+        text = (
+            f"one rank of {world}: its communication can't be divided into waiting for others and transfer; "
+            "give the traces of all ranks"
+        )
+        yield HealthMessage("single-rank", Severity.WARNING, text, ranks=ranks)
+    elif world > len(ranks):
+        text = f"{len(ranks)} ranks of {world}: who arrived last is only known among these"
+        yield HealthMessage("some-ranks", Severity.WARNING, text, ranks=ranks)
+
+
+def _alignment_health(aligned: Aligned) -> Iterator[HealthMessage]:
+    residual = int(aligned.residual_ns.max()) / 1000
+    offset = max(abs(ns) for ns in aligned.offset_ns.tolist()) / 1000
+    if offset:
+        text = (
+            f"the clocks of the ranks are up to {offset:,.1f} us apart, by the ends of {len(aligned)} collectives; "
+            f"after correction the ends still differ by up to {residual:,.1f} us"
+        )
+        yield HealthMessage("clock-offsets", Severity.NOTE, text, ranks=aligned.ranks)
+    if aligned.left_out > len(aligned):
+        text = (
+            f"{aligned.left_out} collectives have no counterpart on all {len(aligned.ranks)} ranks, {len(aligned)} "
+            "have: waiting is known of these only"
+        )
+        yield HealthMessage("unmatched-collectives", Severity.WARNING, text, ranks=aligned.ranks)
+
+
+def merged(findings: Iterable[Finding], ranks: int) -> list[Finding]:
+    """One finding a pathology, however many of the ``ranks`` show it.
+
+    The ranks of a run go in step, so a gain on all of them is had once: the bounds are the lowest and the median. What
+    not all ranks show gains nothing for certain.
+    """
+    by_id: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_id.setdefault(finding.id, []).append(finding)
+    return [_one_of(same, ranks) for same in by_id.values()]
+
+
+def by_gain(findings: Iterable[Finding]) -> list[Finding]:
+    """The largest gain first; what has none that is known, last."""
+    return sorted(findings, key=_worth, reverse=True)
+
+
+def _one_of(same: Sequence[Finding], ranks: int) -> Finding:
+    worst = max(same, key=_worth)
+    if ranks == 1:
+        return worst
+    gains = [finding.recoverable for finding in same if finding.recoverable is not None]
+    evidence: list[Evidence] = [part for finding in sorted(same, key=_worth, reverse=True) for part in finding.evidence]
+    gain = None
+    if gains:
+        low = min(gain.low_us for gain in gains) if len(same) >= ranks else 0.0
+        high = median(gain.high_us for gain in gains)
+        largest = max(gains, key=lambda gain: gain.high_us)
+        middle = (largest.low_us + largest.high_us) / 2
+        window = middle / largest.share if largest.share else 0.0
+        gain = Recoverable.of_window(low, high, window)
+    rank = worst.evidence[0].ranks[0]
+    where = f"On {len(same)} of {ranks} ranks; rank {rank}" if len(same) > 1 else f"On rank {rank} of {ranks} ranks"
+    claim = f"{where}: {worst.claim}"
+    return replace(worst, claim=claim, evidence=tuple(evidence[:MOST_EVIDENCE]), recoverable=gain)
+
+
+def _worth(finding: Finding) -> float:
+    return finding.recoverable.share if finding.recoverable is not None else -1.0

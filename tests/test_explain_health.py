@@ -1,0 +1,151 @@
+"""A trace that can't be believed is said to be inconclusive, and why, before anything is concluded from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from generated_traces import GEMM, GeneratedTrace, finish, plain_step
+from headway.explain import explain
+
+TRACES = Path(__file__).parents[2] / "shared" / "traces" / "kineto"
+
+
+def healthy(steps: int = 4, **options) -> GeneratedTrace:
+    trace = GeneratedTrace(**options)
+    for number in range(steps):
+        plain_step(trace, number)
+    finish(trace)
+    return trace
+
+
+def health(trace: GeneratedTrace, folder: Path) -> tuple[str, dict[str, str]]:
+    report = explain([trace.write(folder / "trace.json")])
+    return report.verdict, {message.id: message.severity.value for message in report.explained.health}
+
+
+def kernels(trace: GeneratedTrace) -> list[dict]:
+    return [event for event in trace.events if event["cat"] == "kernel"]
+
+
+def test_a_healthy_trace_has_nothing_to_tell(tmp_path):
+    assert health(healthy(), tmp_path) == ("sound", {})
+
+
+@pytest.mark.parametrize(("lost", "verdict"), [(30, "inconclusive"), (2, "caveats"), (0, "sound")])
+def test_launches_without_kernels(tmp_path, lost, verdict):
+    trace = healthy(5)
+    for event in kernels(trace)[:lost]:
+        trace.events.remove(event)
+    found, messages = health(trace, tmp_path)
+    assert found == verdict
+    assert ("missing-kernels" in messages) == (lost > 0)
+
+
+def test_all_kernels_missing_is_not_a_trace_of_the_cpu(tmp_path):
+    trace = healthy()
+    trace.events = [event for event in trace.events if event["cat"] != "kernel"]
+    assert health(trace, tmp_path) == ("inconclusive", {"missing-kernels": "failed"})
+
+
+def test_kernels_without_times_are_left_out_and_told(tmp_path):
+    trace = healthy()
+    for event in kernels(trace)[5:7]:
+        event |= {"ts": 0, "dur": 0}
+    verdict, messages = health(trace, tmp_path)
+    assert verdict == "inconclusive"
+    assert messages["zero-timestamps"] == "failed"
+    report = explain([tmp_path / "trace.json"])
+    assert report.explained.ranks[0]["window_us"] == pytest.approx(40_000, abs=10)
+
+
+def test_a_kernel_that_runs_over_several_others_of_its_stream_is_cut(tmp_path):
+    trace = healthy()
+    kernels(trace)[-5]["dur"] = 1_600_000
+    verdict, messages = health(trace, tmp_path)
+    assert messages == {"overrunning-kernels": "warning"}
+    report = explain([tmp_path / "trace.json"])
+    assert report.explained.ranks[0]["window_us"] == pytest.approx(40_000, abs=10)
+
+
+def test_one_kernel_that_begins_before_its_predecessor_ends_is_kept_as_it_is(tmp_path):
+    trace = healthy()
+    kernels(trace)[5]["dur"] += 20
+    assert health(trace, tmp_path) == ("caveats", {"stream-overlaps": "warning"})
+    assert explain([tmp_path / "trace.json"]).explained.ranks[0]["busy_us"] == pytest.approx(40_000, abs=10)
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.5, "failed"), (0.02, "warning")])
+def test_kernels_before_their_launch_are_clocks_that_disagree(tmp_path, share, severity):
+    trace = healthy()
+    for event in kernels(trace)[: int(share * 80)]:
+        call = next(e for e in trace.events if e["args"].get("correlation") == event["args"]["correlation"])
+        event["ts"] = call["ts"] - 3
+        event["dur"] = 1
+    assert health(trace, tmp_path)[1]["negative-launch-latency"] == severity
+
+
+def test_a_step_of_which_half_is_missing_is_told(tmp_path):
+    trace = GeneratedTrace()
+    plain_step(trace, 0, kernels=4)
+    for number in (1, 2, 3):
+        plain_step(trace, number)
+    finish(trace)
+    assert health(trace, tmp_path)[1] == {"truncated-steps": "warning"}
+
+
+def test_one_wrong_time_is_not_a_long_window(tmp_path):
+    trace = healthy()
+    kernels(trace)[-1]["ts"] += 1e9
+    assert health(trace, tmp_path)[1]["lone-events"] == "failed"
+
+
+def test_the_profiler_s_own_time_is_told_and_shown_as_its_own(tmp_path):
+    trace = healthy()
+    trace.host("overhead", "Activity Buffer Request", 8_000)
+    trace.work(8_000)
+    plain_step(trace, 9)
+    finish(trace)
+    assert health(trace, tmp_path)[1]["profiler-overhead"] == "warning"
+    report = explain([tmp_path / "trace.json"])
+    assert report.explained.ranks[0]["idle_by_cause_us"]["profiler"] == pytest.approx(8_000, abs=10)
+    assert "profiler-artefact" in {finding.id for finding in report.explained.findings}
+
+
+def test_one_rank_of_several_can_not_tell_waiting_from_transfer(tmp_path):
+    trace = healthy(world=4)
+    trace.collective("all_reduce", trace.now + 5_000)
+    finish(trace)
+    assert health(trace, tmp_path)[1] == {"single-rank": "warning"}
+
+
+def test_a_run_of_several_ranks_without_communication_is_told(tmp_path):
+    assert health(healthy(world=4), tmp_path)[1]["no-communication"] == "warning"
+
+
+def test_a_file_that_ends_in_the_middle_concludes_nothing(tmp_path):
+    trace = healthy()
+    path = trace.write(tmp_path / "trace.json")
+    path.write_text(path.read_text()[:-3_000])
+    report = explain([path])
+    assert report.verdict == "inconclusive"
+    assert not report.explained.findings
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("odd_cpu_only", "cpu-only"), ("odd_rank_unavailable", "cpu-only"), ("odd_amd_mi250", None)]
+)
+def test_odd_public_traces_get_an_honest_message(name, message):
+    report = explain([TRACES / f"{name}.json.gz"])
+    ids = {one.id for one in report.explained.health}
+    assert message is None or message in ids
+    assert (report.verdict == "inconclusive") == (message is not None)
+    json.dumps(report.as_json())
+
+
+def test_without_steps_the_window_is_told_alone(tmp_path):
+    trace = GeneratedTrace()
+    for _ in range(9):
+        trace.launch(GEMM, 500)
+    finish(trace)
+    assert health(trace, tmp_path) == ("sound", {"no-steps": "note"})
