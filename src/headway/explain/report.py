@@ -7,6 +7,7 @@ from typing import Any
 
 from headway.errors import UserError
 from headway.explain.finding import Explained, HealthMessage, Severity
+from headway.explain.flight_recorder import explain_flight_recorder
 from headway.explain.input import Input, InputKind, find_inputs
 from headway.explain.kineto import explain_kineto
 from headway.explain.pipeline_events import explain_pipeline_events
@@ -17,6 +18,7 @@ Reader = Callable[[Sequence[Input]], Explained]
 READERS: Mapping[InputKind, Reader] = {
     InputKind.KINETO: explain_kineto,
     InputKind.PIPELINE_EVENTS: explain_pipeline_events,
+    InputKind.FLIGHT_RECORDER: explain_flight_recorder,
 }
 """Who explains what, in the order of the report."""
 
