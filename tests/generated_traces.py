@@ -1,7 +1,8 @@
-"""Traces as the PyTorch profiler writes them, of a host and a device that obey its rules: for cases without a real file.
+"""Traces as the PyTorch profiler writes them, of a host and a device that obey its rules.
 
-The host goes through operators, calls and waits in order; a kernel begins when its launch has reached the device and its
-stream is free. So what a test plants (a stall, a synchronisation, a late rank) has its real consequences.
+For cases without a real file. The host goes through operators, calls and waits in order; a kernel begins when its
+launch has reached the device and its stream is free. So what a test plants (a stall, a synchronisation, a late rank)
+has its real consequences.
 """
 
 import json

@@ -62,8 +62,7 @@ def test_kernels_without_times_are_left_out_and_told(tmp_path):
 def test_a_kernel_that_runs_over_several_others_of_its_stream_is_cut(tmp_path):
     trace = healthy()
     kernels(trace)[-5]["dur"] = 1_600_000
-    verdict, messages = health(trace, tmp_path)
-    assert messages == {"overrunning-kernels": "warning"}
+    assert health(trace, tmp_path) == ("caveats", {"overrunning-kernels": "warning"})
     report = explain([tmp_path / "trace.json"])
     assert report.explained.ranks[0]["window_us"] == pytest.approx(40_000, abs=10)
 

@@ -23,6 +23,8 @@ MOST_SPANS = 12_000
 LAUNCH_NS, GAP_NS, HELD_NS = 5_000, 1_000, 5_000
 """A launch and a change of kernel take at most so long when they are not what was waited for; a span that begins later
 than that after both was held by something else."""
+_LAUNCH, _SPAN, _WAIT = 0, 1, 2
+"""Sorts of nodes, in the order in which they stand at one instant."""
 
 Integers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -44,7 +46,11 @@ class Change:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The dependency graph of one rank's host calls and device spans. Columns: one entry a node, in order of start."""
+    """The dependency graph of one rank's host calls and device spans. Columns: one entry a node, in order of time.
+
+    A call that waits for the device stands where it ends; when it launches something besides (a blocking copy), a node
+    of no length stands for the launch where it begins.
+    """
 
     places: Integers
     """The node's span in the Timeline."""
@@ -67,8 +73,6 @@ class Graph:
     tail: Integers
     """From the end of what a call waits for to the call's end."""
     blocks: Mask
-    origin_ns: int
-    """Start of the first node."""
     share_of_window: float
     """Of the rank's window, what the graph covers."""
     window_us: float
@@ -113,7 +117,7 @@ class Graph:
                 end = start + duration[node]
                 if blocks[node] and previous[node] >= 0:
                     end = max(start, ends[previous[node]]) + tail[node]
-                host = max(end, start)
+                host = max(host, end)
             starts[node], ends[node] = start, end
         return last - (first or 0)
 
@@ -154,20 +158,19 @@ def graph_of(timeline: Timeline, launches: Integers, device: Integers, steps: tu
     calls = np.unique(launches[chosen][launches[chosen] >= 0])
     blocking = np.flatnonzero(blocking_calls(timeline, launches))
     near = (timeline.end_ns[blocking] >= begin) & (timeline.start_ns[blocking] <= end)
-    calls = np.union1d(calls, blocking[near])
-    places = np.concatenate([calls, chosen])
-    on_device = np.repeat([False, True], [len(calls), len(chosen)])
-    order = np.lexsort((on_device, timeline.start_ns[places]))
-    places, on_device = places[order], on_device[order]
-    columns = _columns(timeline, launches, places, on_device, np.isin(places, blocking))
+    waiting = blocking[near]
+    places = np.concatenate([calls, chosen, waiting])
+    sort = np.repeat([_LAUNCH, _SPAN, _WAIT], [len(calls), len(chosen), len(waiting)])
+    order = np.lexsort((sort, np.where(sort == _WAIT, timeline.end_ns[places], timeline.start_ns[places])))
+    places, sort = places[order], sort[order]
+    duration = np.where((sort == _LAUNCH) & np.isin(places, waiting), 0, timeline.duration_ns[places])
     return Graph(
         places=places,
-        on_device=on_device,
-        duration=timeline.duration_ns[places],
-        origin_ns=int(timeline.start_ns[places[0]]),
+        on_device=sort == _SPAN,
+        duration=duration,
         share_of_window=max(end - begin, 1) / max(window[1] - window[0], 1),
         window_us=(window[1] - window[0]) / 1000,
-        **columns,
+        **_columns(timeline, launches, places, duration, sort),
     )
 
 
@@ -182,15 +185,18 @@ def _head(timeline: Timeline, device: Integers, steps: tuple[tuple[int, int], ..
     return device[: int(fitting[-1])] if len(fitting) and fitting[-1] else device[:MOST_SPANS]
 
 
-def _columns(timeline: Timeline, launches: Integers, places: Integers, on_device: Mask, blocks: Mask) -> dict[str, Any]:
+def _columns(
+    timeline: Timeline, launches: Integers, places: Integers, duration: Integers, sort: Integers
+) -> dict[str, Any]:
     count = len(places)
-    starts, ends = timeline.start_ns[places], timeline.end_ns[places]
+    starts = timeline.start_ns[places]
+    ends = starts + duration
     node_of = np.full(len(timeline) + 1, -1, dtype=np.int64)
-    node_of[places] = np.arange(count)
+    node_of[places[sort == _LAUNCH]] = np.flatnonzero(sort == _LAUNCH)
     found = {name: np.full(count, -1, dtype=np.int64) for name in ("launch", "previous", "seen", "ended")}
     gaps = {f"{name}_gap": np.zeros(count, dtype=np.int64) for name in found}
     before, tail = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    nodes, calls = np.flatnonzero(on_device), np.flatnonzero(~on_device)
+    nodes, calls, waiting = (np.flatnonzero(which) for which in (sort == _SPAN, sort != _SPAN, sort == _WAIT))
     found["launch"][nodes] = node_of[launches[places[nodes]]]
     found["launch"][found["launch"] > np.arange(count)] = -1  # begun before its launch: clocks that disagree
     _on_streams(timeline, places, nodes, found["previous"])
@@ -202,9 +208,8 @@ def _columns(timeline: Timeline, launches: Integers, places: Integers, on_device
     rootless = nodes[(found["launch"][nodes] < 0) & (found["previous"][nodes] < 0) & (found["ended"][nodes] < 0)]
     before[rootless] = starts[rootless] - starts[0]
     found["ended"][rootless], found["seen"][rootless] = -1, -1
-    waiting = calls[blocks[calls]]
     _waited_for(starts, ends, waiting, by_end, found["previous"], tail)
-    return {**found, **gaps, "before": before, "tail": tail, "blocks": blocks}
+    return {**found, **gaps, "before": before, "tail": tail, "blocks": sort == _WAIT}
 
 
 def _on_streams(timeline: Timeline, places: Integers, nodes: Integers, previous: Integers) -> None:
@@ -262,14 +267,6 @@ def _waited_for(
     if not len(by_end):
         return
     at = np.searchsorted(ends[by_end], ends[waiting], side="right") - 1
-    known = at >= 0
-    calls, spans = waiting[known], by_end[at[known]]
-    sound = spans < calls  # a span that began after the call is another's
-    for call, span in zip(calls[~sound].tolist(), spans[~sound].tolist(), strict=True):
-        earlier = by_end[: np.searchsorted(ends[by_end], ends[span])]
-        earlier = earlier[earlier < call]
-        if len(earlier):
-            previous[call] = earlier[-1]
-    previous[calls[sound]] = spans[sound]
-    waits = waiting[previous[waiting] >= 0]
-    tail[waits] = ends[waits] - np.maximum(ends[previous[waits]], starts[waits])
+    known = waiting[at >= 0]
+    previous[known] = by_end[at[at >= 0]]
+    tail[known] = ends[known] - np.maximum(ends[previous[known]], starts[known])

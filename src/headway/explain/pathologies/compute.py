@@ -35,7 +35,7 @@ _FORWARD_ONLY = re.compile(
     r"^aten::(linear|conv[123]d|layer_norm|rms_norm|group_norm|batch_norm|scaled_dot_product_attention|embedding)$"
 )
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function: |^CheckpointFunctionBackward$")
-_RECOMPUTES = re.compile(r"CheckpointFunctionBackward|torch/utils/checkpoint\.py\(\d+\): (recompute_fn|unpack_hook)")
+_RECOMPUTES = re.compile(r"torch/utils/checkpoint\.py\(\d+\): (recompute_fn|unpack_hook)")
 _ENCODER = re.compile(
     r"\b(vae|autoencoder\w*|text_?encod\w*|encode_(prompt|images?|text|first_stage|latents?)|t5\w*|clip_?(text|vision)\w*"
     r"|image_?encod\w*)\b",

@@ -1,0 +1,100 @@
+"""Collectives of all ranks side by side: who came last, waiting against transfer, clocks that differ."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.explain import explain
+from headway.explain.collectives import RankCollectives, align
+from headway.explain.kineto import read_rank
+from headway.explain.rank_part import rank_part
+
+DLRM = Path(__file__).parents[2] / "shared" / "traces" / "kineto" / "dlrm_8rank"
+MS = 1_000_000
+
+
+def rank_of(rank: int, starts, ends, sizes=None, clock: int = 0) -> RankCollectives:
+    count = len(starts)
+    return RankCollectives(
+        rank=rank,
+        key=tuple(("group 0", "all_reduce", number) for number in range(count)),
+        start_ns=np.array(starts) + clock,
+        end_ns=np.array(ends) + clock,
+        bytes=np.full(count, -1) if sizes is None else np.array(sizes),
+        step=np.zeros(count, dtype=np.int64),
+        names=("ncclDevKernel_AllReduce",) * count,
+        span=np.arange(count),
+    )
+
+
+@pytest.mark.skipif(not DLRM.exists(), reason="the public traces are not here")
+def test_waiting_and_transfer_of_a_public_run_of_eight_ranks():
+    """The known answers of the traces' README."""
+    parts = [rank_part(trace) for path in sorted(DLRM.glob("*.gz")) for trace in read_rank(path)]
+    aligned = align([part.collectives for part in parts])
+    assert aligned.last_rank.tolist() == [7, 7, 7, 7, 7, 5, 5, 4]
+    assert (aligned.wait_ns.sum(axis=0) // 1000).tolist() == [5580, 11125, 3280, 9571, 6370, 6041, 3342, 1534]
+    assert (aligned.transfer_ns // 1000).tolist() == [11, 8, 8, 8, 87, 11, 23, 69]
+    assert aligned.residual_ns.max() == 7_000
+    assert not aligned.offset_ns.any()
+
+
+arrivals = st.lists(st.lists(st.integers(0, 5 * MS), min_size=3, max_size=3), min_size=3, max_size=8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(arrivals, st.lists(st.integers(-(10**12), 10**12), min_size=3, max_size=3))
+def test_clocks_that_differ_change_nothing(late, clocks):
+    """What is measured on clocks hours apart is what one clock would have measured."""
+    starts = [[at * 20 * MS + rank_late[rank] for at, rank_late in enumerate(late)] for rank in range(3)]
+    ends = [at * 20 * MS + 10 * MS for at in range(len(late))]
+    same = align([rank_of(rank, starts[rank], ends) for rank in range(3)])
+    apart = align([rank_of(rank, starts[rank], ends, clock=clocks[rank]) for rank in range(3)])
+    assert np.array_equal(same.wait_ns, apart.wait_ns)
+    assert np.array_equal(same.transfer_ns, apart.transfer_ns)
+    assert np.array_equal(same.last_rank, apart.last_rank)
+    assert np.array_equal(
+        same.wait_ns[range(len(late)), [ranks.index(max(ranks)) for ranks in np.array(late).tolist()]],
+        np.zeros(len(late)),
+    )
+
+
+def test_an_offset_within_the_scatter_of_the_ends_is_none():
+    ends = np.array([10, 30, 50, 70]) * MS
+    scattered = ends + np.array([3_000, -2_000, 4_000, -3_000])
+    aligned = align([rank_of(0, ends - MS, ends), rank_of(1, ends - MS, scattered)])
+    assert not aligned.offset_ns.any()
+    ahead = align([rank_of(0, ends - MS, ends), rank_of(1, ends - MS, scattered, clock=40_000)])
+    assert ahead.offset_ns.tolist() == pytest.approx([0, 40_000], abs=4_000)
+
+
+def test_collectives_that_do_not_end_together_are_left_out():
+    ends = np.array([10, 30, 50, 70]) * MS
+    odd = ends + np.array([0, 0, 7 * MS, 0])
+    aligned = align([rank_of(0, ends - MS, ends), rank_of(1, ends - MS, odd)])
+    assert [key[2] for key in aligned.key] == [0, 1, 3]
+    assert aligned.left_out == 1
+
+
+def test_ranks_without_a_common_collective_are_not_aligned():
+    assert align([rank_of(0, [0], [MS])]) is None
+    other = rank_of(1, [0], [MS])
+    assert (
+        align([rank_of(0, [0], [MS]), RankCollectives(**{**vars(other), "key": (("group 1", "broadcast", 0),)})])
+        is None
+    )
+
+
+@pytest.mark.skipif(not DLRM.exists(), reason="the public traces are not here")
+def test_a_straggler_masked_as_communication_is_called_a_straggler():
+    report = explain([DLRM])
+    found = {finding.id: finding for finding in report.explained.findings}
+    straggler = found["straggler-masked-as-communication"]
+    assert straggler.evidence[0].ranks == (7,)
+    assert straggler.evidence[0].count == 5
+    assert "96.5 % of the time in collectives is waiting" in straggler.claim
+    assert not [name for name in found if name.startswith("exposed")]
+    assert "NCCL" not in straggler.title
