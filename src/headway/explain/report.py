@@ -10,6 +10,7 @@ from headway.explain.finding import Explained, HealthMessage, Severity
 from headway.explain.flight_recorder import explain_flight_recorder
 from headway.explain.input import Input, InputKind, find_inputs
 from headway.explain.kineto import explain_kineto
+from headway.explain.memory_snapshot import explain_memory_snapshot
 from headway.explain.pipeline_events import explain_pipeline_events
 from headway.explain.timelines import by_gain
 
@@ -19,6 +20,7 @@ READERS: Mapping[InputKind, Reader] = {
     InputKind.KINETO: explain_kineto,
     InputKind.PIPELINE_EVENTS: explain_pipeline_events,
     InputKind.FLIGHT_RECORDER: explain_flight_recorder,
+    InputKind.MEMORY_SNAPSHOT: explain_memory_snapshot,
 }
 """Who explains what, in the order of the report."""
 
