@@ -113,8 +113,8 @@ def read_job(path: Path) -> tuple[PipelineJob, int]:
     numbers[data_rank, columns["stage"]] = columns["rank"]
     if {key[2] for key in keys} != set(range(numbers.shape[1])):
         raise UserError(f"{path}: the stages are not numbered 0 to {numbers.shape[1] - 1} without gaps")
-    if not any(key[0] == FORWARD for key in keys):
-        raise UserError(f"{path}: no event is called {FORWARD}")
+    if absent := [kind for kind in (FORWARD, BACKWARD) if not any(key[0] == kind for key in keys)]:
+        raise UserError(f"{path}: no event is called {' or '.join(absent)}")
     return PipelineJob(operations, numbers), int((~whole).sum())
 
 
@@ -223,7 +223,7 @@ def _findings(path: Path, job: PipelineJob, found: Slowdown) -> Iterator[Finding
         by_length = varies >= VARIES and together >= TOGETHER
         if found.worker_share >= TO_BLAME:
             yield _slow_workers(path, job, found)
-        if by_length:
+        elif by_length:
             yield _unequal_lengths(path, job, found, varies, together)
         elif found.stage_share >= TO_BLAME or max(found.by_stage) - 1 >= TO_BLAME * (found.slowdown - 1):
             yield _long_stage(path, job, found)
