@@ -5,23 +5,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.result import JsonPath, can_be_written, give_result
+from headway.cli.result import JsonPath, give_result, is_cluster_file
 from headway.errors import UserError
 
 if TYPE_CHECKING:
     from headway.calibrate import Calibration
 
 
-def _is_cluster_file(path: Path, parameter: typer.CallbackParam) -> Path:
-    if path.suffix != ".toml":
-        raise UserError(f"--to {path}: a cluster file ends in .toml, by which --cluster knows it from a name")
-    can_be_written(path, parameter)
-    return path
-
-
 def calibrate(
     to: Annotated[
-        Path, typer.Option(metavar="FILE", help="The cluster file to write.", callback=_is_cluster_file)
+        Path, typer.Option(metavar="FILE", help="The cluster file to write.", callback=is_cluster_file)
     ] = Path("cluster.toml"),
     ranks: Annotated[
         int | None,

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.cli.recipe_show import Overrides, RecipeFile
-from headway.cli.result import JsonPath, can_be_written, give_result
+from headway.cli.result import JsonPath, can_be_written, give_result, is_cluster_file
 from headway.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,8 +34,13 @@ MOST_DEVICES = 4096
 def plan(
     recipe: RecipeFile,
     cluster: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="A cluster or accelerator by name, or a file.", show_default=False)
-    ],
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="A cluster or accelerator by name, or a file; not needed with --calibrate-from.",
+            show_default=False,
+        ),
+    ] = None,
     devices: Annotated[
         str | None,
         typer.Option(metavar="N[,N…]", help="Devices to train on, or several numbers to choose from; all there are."),
@@ -57,6 +62,23 @@ def plan(
         Path | None,
         typer.Option(metavar="OUT", help="Write a page with every layout's time and memory.", callback=can_be_written),
     ] = None,
+    calibrate_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate-from",
+            metavar="RUN",
+            help="Bring the cluster (not given: the one that RUN was predicted on) in line with what RUN measured.",
+        ),
+    ] = None,
+    calibrated_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrated-to",
+            metavar="FILE",
+            help="Where that cluster is written; RUN/calibrated.toml when not given.",
+            callback=is_cluster_file,
+        ),
+    ] = None,
     overrides: Overrides = None,
     json_: JsonPath = None,
 ) -> None:
@@ -67,8 +89,10 @@ def plan(
     A few blocks are rehearsed on this machine's CPU; every layout that training would take is made up of them, and
     those that don't fit the memory are left out. The best are rehearsed whole and ranked by that. Needs no weights and
     no data. A range should hold four of five measurements.
+
+    With --calibrate-from runs/one the step of that run is predicted again, and the rate that most of it hangs on is
+    scaled until it takes as long as it did; the plan stands on the cluster that this makes, which is written as a file.
     """
-    from headway.cluster import cluster_of
     from headway.plan.explanation import explanation
     from headway.plan.plan_page import write_plan_page
     from headway.plan.search import json_of
@@ -78,7 +102,7 @@ def plan(
     if price_per_device_hour is not None and not 0 < price_per_device_hour < float("inf"):
         raise UserError(f"--price-per-device-hour {price_per_device_hour}: give a price above 0")
     resolved = load_recipe(recipe, overrides or ())
-    hardware = cluster_of(cluster)
+    hardware, learned = _hardware(cluster, calibrate_from, calibrated_to)
     progress = Console(stderr=True, highlight=False)
     planned = search(
         resolved,
@@ -95,11 +119,32 @@ def plan(
     name = f"{resolved.model.class_name} on {best.devices} × {hardware.accelerator.name}"
     if html is not None:
         _write(html, lambda path: write_plan_page(planned, name, path))
-    result = {"recipe": str(recipe)} | json_of(planned)
+    result = {"recipe": str(recipe)} | json_of(planned) | ({} if learned is None else {"calibrated_from": learned})
     told = explanation(planned) if explain else None
     if told is not None:
         result["explanation"] = told
     give_result(result, _rendered(planned, result, name, told), json_)
+
+
+def _hardware(name: str | None, run: Path | None, to: Path | None) -> tuple["Cluster", dict[str, Any] | None]:
+    """The cluster to plan for, and what a run taught of it. Raises UserError."""
+    from headway.cluster import cluster_of, cluster_toml
+    from headway.runs import RunDirectory
+
+    if run is None:
+        if name is None or to is not None:
+            missing = "--cluster NAME|FILE" if name is None else "--calibrate-from RUN, or leave out --calibrated-to"
+            raise UserError(f"give {missing}")
+        return cluster_of(name), None
+    from headway.calibrate import calibrate_from
+
+    own = RunDirectory(run).cluster_file
+    if name is None and not own.exists():
+        raise UserError(f"{run} was not trained with --cluster: give --cluster, what it was trained on as you know it")
+    found = calibrate_from(run, cluster_of(name or str(own)))
+    file = to or run / "calibrated.toml"
+    _write(file, lambda path: path.write_text(cluster_toml(found.cluster), encoding="utf-8"))
+    return found.cluster, found.as_json() | {"file": str(file)}
 
 
 def _device_counts(given: str | None, cluster: "Cluster") -> list[int]:
@@ -129,6 +174,9 @@ def _rendered(planned: "Planned", result: dict[str, Any], name: str, told: str |
     """What there is to know, as text for this terminal."""
     console = Console(highlight=False, width=max(WIDTH, shutil.get_terminal_size().columns))
     with console.capture() as capture:
+        if "calibrated_from" in result:
+            console.print(_learned(result["calibrated_from"]), markup=False)
+            console.print(f"written: {result['calibrated_from']['file']}\n", markup=False, soft_wrap=True)
         console.print(
             f"[bold]{name}[/]: {result['evaluated']:,} layouts in {result['analytic_seconds']:.1f} s, "
             f"{result['rehearsed_blocks']} rehearsals of blocks, {len(planned.plans)} of whole steps; "
@@ -142,6 +190,18 @@ def _rendered(planned: "Planned", result: dict[str, Any], name: str, told: str |
         console.print("the first as overrides:", style="bold")
         console.print("  " + " ".join(f"--set {text}" for text in result["plans"][0]["overrides"]), markup=False)
     return capture.get().rstrip("\n")
+
+
+def _learned(found: dict[str, Any]) -> str:
+    """What a run taught."""
+    before, after = found["predicted_step_time_s"], found["corrected_step_time_s"]
+    memory = "" if found["process_gib"] is None else f" A process takes {found['process_gib']:.3g} GiB besides tensors."
+    return (
+        f"{found['run']} took {found['measured_step_time_s']:.4g} s a step where {before['value']:.4g} s "
+        f"({before['low']:.4g} to {before['high']:.4g}) were predicted. Most of that hangs on the {found['part']} "
+        f"({found['share']:.0%}): its rates are taken × {found['factor']:.3g}, which makes it {after['value']:.4g} s "
+        f"({after['low']:.4g} to {after['high']:.4g}).{memory}"
+    )
 
 
 def _plans(planned: "Planned", result: dict[str, Any]) -> Table:

@@ -1,5 +1,6 @@
 """``headway train``: from a recipe to a run directory, on one rank or many."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,10 +10,12 @@ from typing import Annotated
 import typer
 
 from headway.cli.launcher import LAUNCHED, exit_code, launch
+from headway.cli.prediction import PredictionBeside
 from headway.cli.recipe_show import Overrides, RecipeFile
+from headway.cluster import cluster_of
 from headway.errors import RunFailed, UserError
 from headway.recipe import Recipe, accumulation, load_recipe, sizes
-from headway.runs import RunConsole, RunDirectory, clear_request, sample_name, summarise
+from headway.runs import RunConsole, RunDirectory, clear_request, compare, sample_name, summarise
 
 OTHER_RANKS_WAIT_S = 15.0
 """Ranks mostly meet the same error: the first prints it and ends, and torchrun ends the others before they do."""
@@ -23,6 +26,12 @@ def train(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine; more than one starts torchrun.")] = 1,
     overrides: Overrides = None,
     export: Annotated[bool, typer.Option("--export", help="Export the trained weights at the end.")] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="What it runs on: its step is predicted, and compared with the run at the end."
+        ),
+    ] = None,
 ) -> None:
     """Train a model. Start it again to go on from the newest good checkpoint of its run directory.
 
@@ -35,6 +44,8 @@ def train(
     --nproc-per-node 8 --no-python headway train RECIPE
     """
     resolved = load_recipe(recipe, overrides or ())
+    if cluster is not None:
+        cluster_of(cluster)  # a mistake in it is told before anything starts
     if "RANK" in os.environ:
         missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -43,29 +54,41 @@ def train(
             raise UserError("--ranks and --export are for runs that headway starts itself, not for a rank of torchrun")
         if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
             clear_request(resolved.run.directory)
-        raise typer.Exit(_as_one_rank(resolved))
+        code = _as_one_rank(resolved, cluster)
+        if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
+            _compare(resolved, RunConsole(resolved.run.steps))
+        raise typer.Exit(code)
     data_ranks = sizes(resolved.layout, ranks).data
     accumulation(resolved.run.global_batch, resolved.run.micro_batch, data_ranks)
     RunDirectory(resolved.run.directory).create()
     clear_request(resolved.run.directory)
     if ranks == 1:
-        code = _as_one_rank(resolved)
+        code = _as_one_rank(resolved, cluster)
     else:
         sets = [part for override in overrides or () for part in ("--set", override)]
-        code = launch(ranks, ["train", str(recipe), *sets], resolved.run.directory)
+        on = [] if cluster is None else ["--cluster", cluster]
+        code = launch(ranks, ["train", str(recipe), *sets, *on], resolved.run.directory)
     if code == 0:
         _finish(resolved, export)
     raise typer.Exit(code)
 
 
-def _as_one_rank(recipe: Recipe) -> int:
-    """Run this process's part; a stopped rank of torchrun ends with 0, as torchrun calls all else a failure."""
-    from headway.parallel import start_ranks
-    from headway.train import run_recipe
+def _as_one_rank(recipe: Recipe, cluster: str | None) -> int:
+    """Run this process's part; a stopped rank of torchrun ends with 0, as torchrun calls all else a failure.
 
+    The first rank predicts the run on ``cluster``, while all of them import what they need and build the model.
+    """
     try:
-        with start_ranks(recipe.run.device, recipe.run.timeout_s) as ranks:
-            outcome = run_recipe(recipe, ranks)
+        with contextlib.ExitStack() as stack:
+            before_first_step = None
+            if cluster is not None and os.environ.get("RANK", "0") == "0":
+                beside = PredictionBeside(recipe, cluster, int(os.environ.get("WORLD_SIZE", "1")))
+                before_first_step = stack.enter_context(beside).before_first_step
+            from headway.parallel import start_ranks
+            from headway.train import run_recipe
+
+            ranks = stack.enter_context(start_ranks(recipe.run.device, recipe.run.timeout_s))
+            outcome = run_recipe(recipe, ranks, before_first_step)
     except (UserError, RunFailed):
         if os.environ.get("RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -93,3 +116,11 @@ def _finish(recipe: Recipe, export: bool) -> None:
         paths["load it with"] = line
     console = RunConsole(recipe.run.steps, sample_name=sample_name(recipe))
     console.summary(summarise(directory), paths)
+    _compare(recipe, console)
+
+
+def _compare(recipe: Recipe, console: RunConsole) -> None:
+    """Show what was predicted beside what was measured, where there is both."""
+    found = compare(recipe.run.directory, sample_name(recipe))
+    if found is not None:
+        console.comparison(found)

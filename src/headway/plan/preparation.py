@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster import Cluster
+from headway.cluster import Cluster, Level, link_achieved_on
 from headway.errors import UserError
 from headway.plan.analytic import Stage, stacked, stage_of
 from headway.plan.rehearsed_blocks import CONTEXT, BlockWork, Floats, Unit, rehearsed_blocks, work_of
@@ -30,7 +30,7 @@ class Prepared:
 
 def prepare(recipe: Recipe, cluster: Cluster, rules: Rules, candidates: Candidates) -> Prepared:
     """Rehearse the blocks that ``candidates`` are made of. Raises UserError for what can't be rehearsed."""
-    rehearsed = _Rehearsed(recipe, cluster)
+    rehearsed = _Rehearsed(recipe, _with_room(cluster))
     precisions = [PRECISIONS[place] for place in np.unique(candidates["precision"])]
     base = Unit(1, 1, precisions[0])
     sent = rehearsed.sent(candidates, base)
@@ -46,6 +46,19 @@ def prepare(recipe: Recipe, cluster: Cluster, rules: Rules, candidates: Candidat
         for samples, some in zip((1, 2), found, strict=True):
             some.append(stage_of(rehearsed.work(unit, samples), counts, sent * [[[samples], [1]]]))
     return Prepared(stacked(found[0]), stacked(found[1]), rows.ravel().astype(np.int64), rehearsed.count)
+
+
+def _with_room(cluster: Cluster) -> Cluster:
+    """``cluster`` with more devices beyond those that it has: blocks are rehearsed on two shards and more.
+
+    What crosses the level that is added, shards' communication, is not used: ``analytic.py`` counts it.
+    """
+    outer = cluster.levels[-1] if cluster.levels else None
+    devices = 1 if outer is None else outer.devices
+    achieved = link_achieved_on(cluster.accelerator, "scale_up") if outer is None else outer.achieved
+    bandwidth = 1.0 if outer is None else outer.gb_per_s_unidirectional
+    room = Level(name="room", devices=4 * devices**2, gb_per_s_unidirectional=bandwidth, achieved=achieved)
+    return cluster.model_copy(update={"levels": (*cluster.levels, room)})
 
 
 class _Rehearsed:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from headway.runs.comparison import Compared, Comparison
 from headway.runs.summary import RunSummary
 
 PLAIN_WIDTH = 240
@@ -31,6 +32,8 @@ EVENT_STYLES = {
     "data_changed": "warning",
     "recipe_changed": "warning",
     "samples_not_saved": "warning",
+    "prediction_failed": "warning",
+    "prediction_late": "warning",
     "writer_given_up": "warning",
 }
 
@@ -133,6 +136,21 @@ class RunConsole:
             table.add_row(name, escape(path))
         self._console.print(table, highlight=False)
 
+    def comparison(self, comparison: Comparison) -> None:
+        """Print what was predicted beside what was measured."""
+        self.close()
+        lines = comparison.measured.lines
+        title = f"Predicted on {comparison.cluster} beside measured (median of {lines} lines after warm-up)"
+        table = Table(title=title, title_justify="left", title_style="bold")
+        table.add_column(style="bold", no_wrap=True)
+        for heading in ("predicted", "range", "measured", "error", "in range"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in comparison.rows:
+            ends = f"{_quantity(row, row.low)} to {_quantity(row, row.high)}"
+            cells = [_quantity(row, row.predicted), ends, _quantity(row, row.measured), f"{row.error:+.1%}"]
+            table.add_row(row.name, *cells, "yes" if row.within else "no")
+        self._console.print(table, highlight=False)
+
     def _picture(self) -> Group:
         return Group(self._bar, self._numbers)
 
@@ -186,6 +204,10 @@ def _speed(line: Mapping[str, Any], sample_name: str) -> list[str]:
     elif line.get("tflops_per_device") is not None:
         shown.append(f"{line['tflops_per_device']:.3g} TFLOP/s")
     return shown
+
+
+def _quantity(row: Compared, value: float) -> str:
+    return f"{value:.1%}" if row.name == "MFU" else f"{value:.4g} {row.unit}".rstrip()
 
 
 def _known(line: Mapping[str, Any], key: str, form: str) -> str:

@@ -72,6 +72,8 @@ class RunDirectory:
         self.recipe_file = path / "recipe.toml"
         self.metrics_file = path / "metrics.jsonl"
         self.events_file = path / "events.jsonl"
+        self.prediction_file = path / "prediction.json"
+        self.cluster_file = path / "cluster.toml"
         self.checkpoints = path / "checkpoints"
         self.samples = path / "samples"
         self.tensorboard = path / "tensorboard"

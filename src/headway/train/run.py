@@ -1,7 +1,7 @@
 """A whole run: resume, steps, metrics, validation, samples, checkpoints, and the end that it comes to."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,13 @@ class Outcome:
     """The last grid of samples."""
 
 
-def run_recipe(recipe: Recipe, ranks: Ranks) -> Outcome:
+def run_recipe(
+    recipe: Recipe, ranks: Ranks, before_first_step: Callable[[int, Callable[..., None]], None] | None = None
+) -> Outcome:
     """Train ``recipe`` on these ranks, from its newest good checkpoint if there is one, to its end or a stop signal.
 
+    ``before_first_step`` is told the step that this session begins with, and what writes down and shows an event; it is
+    called on the ranks that give it, when all else is ready.
     Raises UserError for what is wrong in the recipe or its files, RunFailed when the run must not go on.
     """
     require_installed(recipe)
@@ -62,7 +66,7 @@ def run_recipe(recipe: Recipe, ranks: Ranks) -> Outcome:
             return Outcome(complete, None, directory.newest_samples())
         run = _Run(recipe, ranks, directory, console, stop)
         with contextlib.closing(run):
-            return run.to_its_end()
+            return run.to_its_end(before_first_step)
 
 
 @contextlib.contextmanager
@@ -168,12 +172,15 @@ class _Run:
             "directory": str(self.directory.path),
         }
 
-    def to_its_end(self) -> Outcome:
+    def to_its_end(self, before_first_step: Callable[[int, Callable[..., None]], None] | None) -> Outcome:
         """All steps that are left, then the last checkpoint, validation and samples."""
         progress, steps = self.trainer.progress, self.recipe.run.steps
         first = progress.step
         if first == 0:
             self.validate()
+        if before_first_step is not None:
+            before_first_step(first, self.event)
+            self.stop_if_unwritten()
         for micro_batches in self._timed(self._loader()):
             result = self.trainer.step(micro_batches)
             self.timer.step_done(result.samples, result.tokens)
