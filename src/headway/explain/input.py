@@ -149,7 +149,7 @@ def _is_nsys(path: Path) -> bool:
     try:
         with sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True) as database:
             rows = database.execute("SELECT name FROM sqlite_master").fetchall()
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):  # the second: of a message that quotes a damaged schema
         return False
     names = {str(name) for (name,) in rows}
     return bool(names & {"CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"})

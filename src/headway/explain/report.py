@@ -11,6 +11,7 @@ from headway.explain.flight_recorder import explain_flight_recorder
 from headway.explain.input import Input, InputKind, find_inputs
 from headway.explain.kineto import explain_kineto
 from headway.explain.memory_snapshot import explain_memory_snapshot
+from headway.explain.nsys import explain_nsys
 from headway.explain.pipeline_events import explain_pipeline_events
 from headway.explain.timelines import by_gain
 
@@ -18,6 +19,7 @@ Reader = Callable[[Sequence[Input]], Explained]
 
 READERS: Mapping[InputKind, Reader] = {
     InputKind.KINETO: explain_kineto,
+    InputKind.NSYS: explain_nsys,
     InputKind.PIPELINE_EVENTS: explain_pipeline_events,
     InputKind.FLIGHT_RECORDER: explain_flight_recorder,
     InputKind.MEMORY_SNAPSHOT: explain_memory_snapshot,
