@@ -1,9 +1,10 @@
-"""Reading a large trace and breaking it down: headway beside HolisticTraceAnalysis, wall, processor time and memory.
+"""Explaining a large trace: headway beside HolisticTraceAnalysis, wall, processor time and memory.
 
-The trace is 12 copies of a public one (A100, DDP, 109 thousand events) end to end, shifted in time: 1.31 million
-events. Each side runs in a process of its own, one after the other. HolisticTraceAnalysis 0.5.0 wants pandas 2: give
-the Python of an environment that has them with --hta-python or HTA_PYTHON; without, only headway is measured.
-Run: python benchmarks/explain_speed.py --trace TRACE --hta-python ENVIRONMENT/bin/python
+Headway's side is all of ``headway explain`` (health, budgets, findings); the other loads the trace and asks for its
+breakdown and its overlap. The trace is 12 copies of a public one (A100, DDP, 109 thousand events) end to end, shifted
+in time: 1.31 million events. Each side runs in a process of its own, one after the other. HolisticTraceAnalysis 0.5.0
+wants pandas 2: give the Python of an environment that has them with --hta-python or HTA_PYTHON; without, only headway
+is measured. Run: python benchmarks/explain_speed.py --trace TRACE --hta-python ENVIRONMENT/bin/python
 """
 
 import argparse
@@ -33,11 +34,12 @@ print(json.dumps({{
 """
 HEADWAY = """
 from pathlib import Path
-from headway.timeline import breakdown, read_chrome_trace
-trace = read_chrome_trace(Path(sys.argv[1]))
-found = breakdown(trace.timeline)
-result = {"spans": len(trace.timeline), "idle_percent": found.percent_of_window(found.idle_ns)}
-result |= {"compute_percent": found.percent_of_window(found.compute_ns), "overlap_percent": found.overlap_percent}
+from headway.explain import explain
+report = explain([Path(sys.argv[1])])
+(rank,) = report.explained.ranks
+result = {"health": report.verdict, "findings": [finding.id for finding in report.explained.findings]}
+result |= {"idle_percent": 100 * rank["idle_us"] / rank["window_us"]}
+result |= {"compute_percent": 100 * rank["compute_us"] / rank["window_us"], "overlap_percent": rank["overlap_percent"]}
 """
 HTA = """
 import contextlib, io
@@ -96,6 +98,8 @@ def main() -> None:
             report["hta"] = measure(arguments.hta_python, HTA, trace)
             for key in ("wall_s", "processor_s", "peak_mib"):
                 report[f"{key}_ratio"] = report["hta"][key] / report["headway"][key]
+        else:
+            print("HolisticTraceAnalysis is not measured: --hta-python names no environment with it", file=sys.stderr)
     print(json.dumps(report, indent=1))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -64,6 +64,15 @@ def test_union_intersection_and_difference_are_those_of_sets(first, second):
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs, pairs)
+def test_a_part_of_a_set_is_its_intersection_with_a_window(intervals, windows):
+    for start, end in windows:
+        found = made(intervals).within(start, end)
+        assert_canonical(found)
+        assert found == made(intervals) & made([(start, end)])
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pairs, pairs)
 def test_coverage_of_each_interval_is_counted_alone(covering, asked):
     found = made(covering).covered_ns([a for a, _ in asked], [b for _, b in asked])
     assert found.tolist() == [int(counted(covering)[a:b].sum()) for a, b in asked]

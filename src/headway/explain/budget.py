@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from headway.explain.rank_view import RankView
-from headway.timeline import Breakdown, Intervals, Kind, breakdown
+from headway.timeline import Breakdown, Kind
 from headway.timeline.collectives import KERNEL_FAMILIES, is_communication
 
 KNOWN_COMPUTE = re.compile(
@@ -35,7 +35,7 @@ def budget_json(view: RankView) -> dict[str, Any]:
         "unclassified": _unclassified(view),
         "kernels": int(timeline.kinds(Kind.COMPUTE, Kind.COMMUNICATION).sum()),
         "steps": [
-            {"step": step.number, **_times(breakdown(timeline, step.window))}
+            {"step": step.number, **_times(view.within(step.window))}
             | {"idle_by_cause_us": _in_us(view.idle.total_ns(step.window))}
             for step in view.steps
         ],
@@ -87,9 +87,8 @@ def _exposed_by(view: RankView) -> dict[str, float]:
         place = axis or (f"group {group}" if group else timeline.strings[timeline.lane[span]])
         collective = timeline.strings[timeline.collective[span]] or "communication"
         keys.setdefault(f"{place}: {collective}", []).append(span)
-    within = Intervals.union_of([view.window[0]], [view.window[1]])
     return {
-        key: ((timeline.intervals(np.array(spans)) & within) - view.compute).total_ns() / 1000
+        key: (timeline.intervals(np.array(spans)) - view.compute).total_ns() / 1000
         for key, spans in sorted(keys.items())
     }
 

@@ -51,8 +51,8 @@ LAUNCHES_GRAPH = re.compile(r"^(cuda|cu|hip)GraphLaunch")
 
 def named(timeline: Timeline, pattern: re.Pattern[str], *kinds: Kind) -> Mask:
     """Which spans of ``kinds`` (of all, when none is given) have a name in which ``pattern`` is found."""
-    found = [place for place, text in enumerate(timeline.strings) if text and pattern.search(text)]
-    mask: Mask = np.isin(timeline.name, found)
+    found = np.array([bool(text and pattern.search(text)) for text in timeline.strings], dtype=bool)
+    mask: Mask = found[timeline.name]
     return mask & timeline.kinds(*kinds) if kinds else mask
 
 

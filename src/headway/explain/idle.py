@@ -28,8 +28,7 @@ class Idle:
         """Time by cause, of ``window`` alone if there is one; every cause of ``CAUSES`` is a key."""
         if window is None:
             return {cause: self.by_cause[cause].total_ns() for cause in CAUSES}
-        within = Intervals.union_of([window[0]], [window[1]])
-        return {cause: (self.by_cause[cause] & within).total_ns() for cause in CAUSES}
+        return {cause: self.by_cause[cause].within(*window).total_ns() for cause in CAUSES}
 
 
 def idle_by_cause(timeline: Timeline, launches: Integers, window: tuple[int, int]) -> Idle:

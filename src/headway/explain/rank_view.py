@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from headway.explain.idle import Idle, idle_by_cause
 from headway.explain.rank_trace import RankTrace
 from headway.explain.replay import Graph, graph_of
-from headway.timeline import DEVICE_KINDS, UNKNOWN, Breakdown, Intervals, Kind, Timeline, breakdown, launches_of
+from headway.timeline import DEVICE_KINDS, UNKNOWN, Breakdown, Intervals, Kind, Timeline, breakdown_of, launches_of
 from headway.timeline.intervals import Mask
 
 Integers = NDArray[np.int64]
@@ -59,7 +59,11 @@ class RankView:
     @cached_property
     def whole(self) -> Breakdown:
         """The breakdown of the window."""
-        return breakdown(self.timeline, self.window)
+        return self.within(self.window)
+
+    def within(self, window: tuple[int, int]) -> Breakdown:
+        """The breakdown of a part of the window, ns."""
+        return breakdown_of(self.compute, self.communication, self.memory, window)
 
     @cached_property
     def compute(self) -> Intervals:
@@ -70,6 +74,11 @@ class RankView:
     def communication(self) -> Intervals:
         """When anything communicates."""
         return self.timeline.intervals(self.timeline.kinds(Kind.COMMUNICATION))
+
+    @cached_property
+    def memory(self) -> Intervals:
+        """When anything is copied or filled."""
+        return self.timeline.intervals(self.timeline.kinds(Kind.MEMORY))
 
     @cached_property
     def idle(self) -> Idle:

@@ -9,6 +9,7 @@ collectives keep their length.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -121,11 +122,14 @@ class Graph:
             starts[node], ends[node] = start, end
         return last - (first or 0)
 
+    @cached_property
+    def _unchanged_ns(self) -> tuple[int, int]:
+        return self.length_ns(), self.length_ns(pessimistic=True)
+
     def gain(self, change: Change) -> Recoverable:
         """What the whole window is shorter by without what ``change`` takes away: from both replays, low and high."""
-        now = self.length_ns()
-        optimistic = now - self.length_ns(change)
-        careful = self.length_ns(pessimistic=True) - self.length_ns(change, pessimistic=True)
+        optimistic = self._unchanged_ns[0] - self.length_ns(change)
+        careful = self._unchanged_ns[1] - self.length_ns(change, pessimistic=True)
         scale = 1 / self.share_of_window / 1000
         low, high = sorted((optimistic * scale, careful * scale))
         return Recoverable.of_window(low, high, self.window_us)

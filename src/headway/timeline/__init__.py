@@ -1,6 +1,6 @@
 """The Timeline: spans of a predicted or measured run as columns, what they add up to, and Chrome JSON in and out."""
 
-from headway.timeline.breakdown import Breakdown, attributed_ns, breakdown
+from headway.timeline.breakdown import Breakdown, attributed_ns, breakdown, breakdown_of
 from headway.timeline.chrome_reading import Trace, read_chrome_trace
 from headway.timeline.chrome_writing import write_chrome_trace
 from headway.timeline.difference import Cause, Difference, difference
@@ -21,6 +21,7 @@ __all__ = [
     "Trace",
     "attributed_ns",
     "breakdown",
+    "breakdown_of",
     "concatenate",
     "difference",
     "launches_of",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from headway.timeline.intervals import Intervals
 from headway.timeline.kinds import DEVICE_KINDS, Kind
@@ -60,10 +60,16 @@ def breakdown(timeline: Timeline, window: tuple[int, int] | None = None) -> Brea
     """
     _one_rank(timeline)
     inside = timeline.window(timeline.kinds(*DEVICE_KINDS)) if window is None else window
-    compute, communication, memory = (_clipped(timeline, kind, inside) for kind in DEVICE_KINDS)
+    compute, communication, memory = (timeline.intervals(timeline.kinds(kind)) for kind in DEVICE_KINDS)
+    return breakdown_of(compute, communication, memory, inside)
+
+
+def breakdown_of(compute: Intervals, communication: Intervals, memory: Intervals, window: tuple[int, int]) -> Breakdown:
+    """The breakdown of one rank's ``window`` (ns) from when its device computes, communicates, and copies or fills."""
+    compute, communication, memory = (part.within(*window) for part in (compute, communication, memory))
     exposed = communication - compute
     return Breakdown(
-        window=inside,
+        window=window,
         busy_ns=(compute | communication | memory).total_ns(),
         compute_ns=compute.total_ns(),
         communication_ns=communication.total_ns(),
@@ -96,11 +102,6 @@ def attributed_ns(timeline: Timeline, window: tuple[int, int] | None = None) -> 
         attributed[spans] = ends - starts - taken.covered_ns(starts, ends)
         taken = taken | Intervals.union_of(starts, ends)
     return attributed
-
-
-def _clipped(timeline: Timeline, kind: Kind, window: ArrayLike) -> Intervals:
-    spans = timeline.kinds(kind)
-    return timeline.intervals(spans) & Intervals.union_of(*np.array(window)[:, None])
 
 
 def _one_rank(timeline: Timeline) -> None:

@@ -129,13 +129,16 @@ class Timeline:
 
     def kinds(self, *kinds: Kind) -> Mask:
         """Which spans are of one of ``kinds``: bool, ``[spans]``."""
-        return np.isin(self.kind, kinds)
+        wanted = np.zeros(len(Kind), dtype=bool)
+        wanted[list(kinds)] = True
+        mask: Mask = wanted[self.kind]
+        return mask
 
     def matching(self, column: str, wanted: Iterable[str]) -> Mask:
         """Which spans hold one of the strings ``wanted`` in a string column: bool, ``[spans]``."""
         known = set(wanted)
-        places = [place for place, string in enumerate(self.strings) if string in known]
-        return np.isin(getattr(self, column), places)
+        mask: Mask = np.array([string in known for string in self.strings], dtype=bool)[getattr(self, column)]
+        return mask
 
     def intervals(self, spans: NDArray[Any]) -> Intervals:
         """The time that the spans of a mask or of places cover together."""
