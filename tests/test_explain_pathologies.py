@@ -302,6 +302,7 @@ def ranks(
 CASES: dict[str, tuple[Builder, Builder]] = {
     "data-loader-stall": (public("resnet50_dataloader_workers0.json.gz"), one(loader(1_000, drained=False))),
     "pageable-copy": (one(copies("Pageable", blocks=True)), one(copies("Pinned", blocks=False))),
+    "exposed-copies": (one(copies("Pinned", blocks=True)), one(copies("Pinned", blocks=False))),
     "item-synchronisation": (public("a100_ddp_rank3of8.json.gz"), one(reads("aten::item", None, 8, blocking=False))),
     "nonzero-synchronisation": (one(reads("aten::nonzero", None, 8)), one(reads("aten::nonzero", None, 8, False))),
     "logging-synchronisation": (

@@ -391,7 +391,7 @@ def _bubble(path: Path, job: PipelineJob, found: Slowdown) -> Iterator[Finding]:
     if job.stages < 2:
         return
     passes = sum(1 for one in job.operations.values() if one.kind == FORWARD and one.stage == 0)
-    chunks = 1 + max(one.chunk for one in job.operations.values() if one.kind == FORWARD)
+    chunks = max(1 + max(one.chunk for one in job.operations.values() if one.kind == FORWARD), 1)
     bubble = (job.stages - 1) / (passes + job.stages - 1)
     work = sum(float(one.duration.mean()) for one in job.operations.values() if one.kind in (FORWARD, BACKWARD))
     ideal_s = work / job.stages
@@ -405,7 +405,7 @@ def _bubble(path: Path, job: PipelineJob, found: Slowdown) -> Iterator[Finding]:
         id="pipeline-bubble",
         title="The pipeline fills and drains for much of the step",
         claim=(
-            f"With {job.stages} stages and {passes // max(chunks, 1)} micro-batches of {max(chunks, 1)} chunks a stage "
+            f"With {job.stages} stages, {chunks} chunks on each, and {passes // chunks} micro-batches a stage "
             f"computes nothing for at least {100 * bubble:.0f} % of the passes' time; measured, stages compute "
             f"{100 * (1 - idle):.0f} % of the step on average."
         ),
