@@ -34,6 +34,10 @@ def explain(
         list[Path] | None,
         typer.Option("--against", metavar="PATH", help="A second run: what became longer or shorter in it, and why."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT", help="Write a page with budgets, lanes and findings.", callback=can_be_written),
+    ] = None,
     perfetto: Annotated[
         Path | None,
         typer.Option(
@@ -51,7 +55,7 @@ def explain(
     What each file is, is told by its content. Health comes first: what can't be believed is said to be inconclusive.
     Gains are replays of the measured work with one cause removed, with bounds.
     """
-    from headway.explain import compare, write_perfetto
+    from headway.explain import compare, write_page, write_perfetto
     from headway.explain import explain as explain_paths
 
     report = explain_paths(paths)
@@ -60,6 +64,8 @@ def explain(
         comparison = compare(report, explain_paths(against))
         result["comparison"] = comparison.as_json()
         text += "\n" + _compared(comparison)
+    if html is not None:
+        write_or_tell(html, lambda path: write_page(report, path))
     if perfetto is not None:
         write_or_tell(perfetto, lambda path: write_perfetto(report, path))
     give_result(result, text, json_)

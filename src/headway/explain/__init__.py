@@ -13,6 +13,7 @@ from headway.explain.finding import (
     Severity,
 )
 from headway.explain.input import Input, InputKind, find_inputs, kind_of
+from headway.explain.page import write_page
 from headway.explain.perfetto import write_perfetto
 from headway.explain.rank_trace import RankTrace
 from headway.explain.report import Report, explain
@@ -39,5 +40,6 @@ __all__ = [
     "explain_timelines",
     "find_inputs",
     "kind_of",
+    "write_page",
     "write_perfetto",
 ]

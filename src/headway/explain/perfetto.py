@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from headway.errors import UserError
-from headway.explain.input import InputKind
-from headway.explain.kineto import rank_in_name, read_rank
 from headway.explain.report import Report
+from headway.explain.report_traces import traces_of
 from headway.timeline import Kind, Timeline, concatenate, write_chrome_trace
 
 FINDINGS_LANE = "findings"
@@ -18,18 +17,11 @@ def write_perfetto(report: Report, path: Path) -> None:
 
     Raises UserError when no input is a trace, and OSError when the disk does not take the file.
     """
-    rank_of = {str(rank["file"]): int(rank["rank"]) for rank in report.explained.ranks if "file" in rank}
-    offsets = (report.explained.details.get("collectives") or {}).get("clock_offset_us", {})
-    timelines = []
-    for one in report.inputs:
-        if one.kind is not InputKind.KINETO or str(one.path) not in rank_of:
-            continue
-        for trace in read_rank(one.path, rank_in_name(one.path)):
-            rank = rank_of[str(one.path)] if not trace.rank_is_known else trace.rank
-            shift = round(1000 * offsets.get(str(rank), 0))
-            timelines.append(_shifted(trace.timeline, rank, shift))
+    timelines = [_shifted(trace.timeline, trace.rank, ahead_ns) for trace, ahead_ns in traces_of(report)]
     if not timelines:
-        raise UserError("--perfetto: none of the inputs is a trace with device events, so there is nothing to draw")
+        raise UserError(
+            "--perfetto: none of the inputs is a profiler trace with device events: there is nothing to draw"
+        )
     write_chrome_trace(concatenate([*timelines, _findings(report)]), path)
 
 
