@@ -97,6 +97,8 @@ def kind_of(path: Path) -> InputKind | None:
 
 _MEMBERS_OF_TRACES = ('"traceEvents"', '"distributedInfo"', '"deviceProperties"')
 _COUNTS = re.compile(r"\b(global_?step|step|iteration|iter|epoch)s?\b[\"'\]:=/ ]{0,4}\d", re.I)
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_NO_HEADING = re.compile(r"[{}=|]|: ")
 _MEASURES = re.compile(r"loss|time|tokens|tps|throughput|samples|lr\b|learning_rate|elapsed|memory|it/s|s/it", re.I)
 _WANTED = (
     "wanted: a profiler trace (json, json.gz), an Nsight Systems sqlite export, flight-recorder dumps, "
@@ -158,12 +160,13 @@ def _is_nsys(path: Path) -> bool:
 def _kind_of_text(head: bytes) -> InputKind | None:
     if b"\x00" in head or not head.strip():
         return None
-    text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
+    text = _COLOURS.sub("", head.decode("utf-8", errors="replace")).lstrip("\ufeff \t\r\n")
     if text.startswith("{") and any(member in text for member in _MEMBERS_OF_TRACES):
         return InputKind.KINETO
     if text.startswith("[") and '"ph"' in text:
         return InputKind.KINETO
-    if text.startswith("{") and '"pg_config"' in text:
+    # Of a long dump only the entries, which come first, stand in the head.
+    if text.startswith("{") and ('"pg_config"' in text or ('"entries"' in text and '"collective_seq_id"' in text)):
         return InputKind.FLIGHT_RECORDER
     lines = [line for line in text.splitlines() if line.strip()]
     if _is_table(lines[:-1] if len(head) >= HEAD_BYTES else lines):
@@ -180,7 +183,7 @@ def _is_log(text: str, lines: Sequence[str]) -> bool:
 
 def _is_table(lines: Sequence[str]) -> bool:
     """A heading and rows with as many tabs (or commas, as far as they stand in no quotes) as it has."""
-    if len(lines) < 2 or lines[0].startswith(("{", "[")):
+    if len(lines) < 2 or lines[0].startswith(("{", "[")) or _NO_HEADING.search(lines[0]):
         return False
     for separator in ("\t", ","):
         columns = lines[0].count(separator)

@@ -10,6 +10,7 @@ from headway.explain.finding import Explained, HealthMessage, Severity
 from headway.explain.flight_recorder import explain_flight_recorder
 from headway.explain.input import Input, InputKind, find_inputs
 from headway.explain.kineto import explain_kineto
+from headway.explain.logs import explain_logs, explain_run_directories, explain_tables
 from headway.explain.memory_snapshot import explain_memory_snapshot
 from headway.explain.nsys import explain_nsys
 from headway.explain.pipeline_events import explain_pipeline_events
@@ -23,6 +24,9 @@ READERS: Mapping[InputKind, Reader] = {
     InputKind.PIPELINE_EVENTS: explain_pipeline_events,
     InputKind.FLIGHT_RECORDER: explain_flight_recorder,
     InputKind.MEMORY_SNAPSHOT: explain_memory_snapshot,
+    InputKind.RUN_DIRECTORY: explain_run_directories,
+    InputKind.LOG: explain_logs,
+    InputKind.TABLE: explain_tables,
 }
 """Who explains what, in the order of the report."""
 
