@@ -110,6 +110,22 @@ def test_each_idle_instant_is_given_to_what_the_host_did_then(tmp_path):
     assert sum(causes.values()) == pytest.approx(found["idle_us"])
 
 
+def test_exposed_communication_is_told_by_mesh_axis(tmp_path):
+    trace = GeneratedTrace()
+    trace.facts["distributedInfo"]["pg_config"] = [
+        {"pg_name": "3", "pg_desc": "mesh_dp_shard", "ranks": [0, 1]},
+        {"pg_name": "0", "pg_desc": "default_pg"},
+        {"pg_name": 7, "pg_desc": ["odd"]},
+        "odder",
+    ]
+    trace.launch(GEMM, 100)
+    trace.collective("all_gather", trace.now + 500, group="3")
+    trace.collective("all_reduce", trace.now + 900, group="0")
+    finish(trace)
+    found = budget_json(view_of(trace.write(tmp_path / "trace.json")))["exposed_communication_by_us"]
+    assert set(found) == {"dp_shard: all_gather", "group 0: all_reduce"}
+
+
 def test_a_step_s_window_begins_with_its_first_kernel_and_ends_where_the_next_begins(tmp_path):
     trace = GeneratedTrace()
     for number in (3, 4, 5):

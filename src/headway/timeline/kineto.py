@@ -38,6 +38,8 @@ KIND_OF_CATEGORY = {
 }
 """Kinds by category in lower case: the spellings since 2021. An event of another category is of kind OTHER."""
 
+_NO_AXIS = ("", "default_pg", "undefined")
+"""Descriptions of process groups that say nothing."""
 _RECORD = "record_param_comms"
 """The operator that describes a collective, and launches its kernels."""
 _DESCRIPTION = ("Collective name", "Process Group Name", "dtype", "In msg nelems", "Seq")
@@ -67,6 +69,7 @@ def kineto_timeline(events: EventColumns) -> Timeline:
             "name": columns["name"],
             "collective": collective,
             "group": columns["Process Group Name"],
+            "axis": _axes(columns["Process Group Name"], strings, events.facts),
             "rank": _rank(events.facts),
             "bytes": np.where(moved > 0, moved, columns["bytes"]),
             "correlation": columns["correlation"],
@@ -128,6 +131,20 @@ def _collectives(
         found = spelled[columns[key]]
         collective = np.where(talks & (found > 0), found, collective)
     return collective
+
+
+def _axes(group: NDArray[np.int32], strings: dict[str, int], facts: dict[str, Any]) -> NDArray[np.int32]:
+    """The mesh axis of each collective: what its process group is described as, ``mesh_tp`` being ``tp``."""
+    axis_of = np.zeros(len(strings), dtype=np.int32)
+    distributed = facts.get("distributedInfo")
+    groups = distributed.get("pg_config") if isinstance(distributed, dict) else None
+    for one in groups if isinstance(groups, list) else []:
+        name, description = (one.get("pg_name"), one.get("pg_desc")) if isinstance(one, dict) else (None, None)
+        if isinstance(name, str) and isinstance(description, str) and description not in _NO_AXIS and name in strings:
+            place = strings[name]
+            if place < len(axis_of):
+                axis_of[place] = strings.setdefault(description.removeprefix("mesh_"), len(strings))
+    return axis_of[group]
 
 
 def _element_bytes(dtype: NDArray[np.int32], strings: dict[str, int]) -> NDArray[np.int64]:
