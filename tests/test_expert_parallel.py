@@ -38,6 +38,7 @@ from mixtures import (
     worst_error,
 )
 from ranks import run_ranks
+from soak import soak
 from tiny_models import DENSE, LANGUAGE
 
 PLAIN = Routing()
@@ -53,6 +54,9 @@ LAYOUTS = {
     "ep2, compiled and recomputed": over(shard=2, ep=2, micro_batch=4, checkpointing="full", compiled=True),
 }
 
+DEAR = ("ep4", "ep2 of cp2", "ep2 in each of 2 replicas")
+"""Held by the rest, which have what they have and more."""
+
 
 def same_as_one_process(found: Step, expected: Step) -> None:
     assert found.loss == pytest.approx(expected.loss, rel=2e-6)
@@ -61,21 +65,21 @@ def same_as_one_process(found: Step, expected: Step) -> None:
     assert found.squared_norm == pytest.approx(expected.squared_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [soak(name) if name in DEAR else name for name in LAYOUTS])
 def test_gradients_and_their_norm_are_those_of_one_process(name: str) -> None:
     expected = reference("qwen3_moe", PLAIN)
     for rank in run_ranks(LAYOUTS[name].ranks, train, "qwen3_moe", LAYOUTS[name], PLAIN):
         same_as_one_process(rank[0], expected)
 
 
-@pytest.mark.parametrize(("ep", "sequence"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("ep", "sequence"), [soak(2, False), (4, True)])
 def test_tensor_parallel_ranks_send_each_token_once(ep: int, sequence: bool) -> None:
     expected = reference("mixtral", PLAIN)
     for rank in run_ranks(4, train, "mixtral", over(shard=2, tp=2, ep=ep, sequence_parallel=sequence), PLAIN):
         same_as_one_process(rank[0], expected)
 
 
-@pytest.mark.parametrize("layout", [over(shard=4, ep=4, micro_batch=1), over(shard=2, tp=2, ep=4)])
+@pytest.mark.parametrize("layout", [soak(over(shard=4, ep=4, micro_batch=1)), over(shard=2, tp=2, ep=4)])
 def test_ranks_without_tokens_take_part(layout: Layout) -> None:
     """All tokens choose the experts of the first rank."""
     expected = reference("mixtral", PLAIN, crowded=True)
@@ -138,7 +142,7 @@ def pipelined(schedule: str, checkpointing: Any) -> tuple[dict[str, Tensor], Ten
     return gradients, loss, report.balance.item()
 
 
-@pytest.mark.parametrize(("schedule", "checkpointing"), [("1f1b", "selective"), ("zbv", "none")])
+@pytest.mark.parametrize(("schedule", "checkpointing"), [soak("1f1b", "selective"), ("zbv", "none")])
 def test_stages_of_a_pipeline_have_their_own_experts(schedule: str, checkpointing: Any) -> None:
     expected = reference("qwen3_moe", STRONG, **STAGED)
     found: dict[str, Tensor] = {}
@@ -178,7 +182,7 @@ def weighted_twice(model: Any) -> None:
         experts.forward = lambda hidden, chosen, weights, forward=forward: forward(hidden, chosen, weights * weights)
 
 
-@pytest.mark.parametrize(("fault", "loss_shows_it"), [(divided_by_shards, False), (weighted_twice, True)])
+@pytest.mark.parametrize(("fault", "loss_shows_it"), [(divided_by_shards, False), soak(weighted_twice, True)])
 def test_a_wrong_scale_of_experts_is_found(fault: Any, loss_shows_it: bool) -> None:
     layout = over(shard=4, ep=2, micro_batch=1)
     expected = reference("qwen3_moe", PLAIN)
@@ -247,7 +251,7 @@ def rehearsed(checkpointing: str) -> tuple[list[int], list[str]]:
     return exchanged, missing
 
 
-@pytest.mark.parametrize(("checkpointing", "exchanges"), [("selective", 4), ("none", 2)])
+@pytest.mark.parametrize(("checkpointing", "exchanges"), [("selective", 4), soak("none", 2)])
 def test_a_fake_cluster_runs_the_same_program(checkpointing: str, exchanges: int) -> None:
     """16 tokens, of which each of two ranks of tp sends half, to two experts each."""
     exchanged, missing = run_ranks(1, rehearsed, checkpointing)[0]

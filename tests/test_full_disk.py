@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from headway.recipe import to_toml
+from headway.recipe import load_recipe, to_toml
 from headway.runs import read_events, read_metrics
 from headway.runs.run_directory import RunDirectory
 from headway.train.metrics import MetricsWriters
-from runs import losses
+from runs import losses, run_to_end
 from soak import soak
 from test_launcher import DEADLINE_S, end_what_is_left, start
 from test_run_directory import recipe
@@ -85,9 +85,7 @@ def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_when_there_is_room(
     assert "start the run again: it goes on from the newest checkpoint" in printed
     filler.unlink()
     done = len(read_metrics(run))
-    again = start(file, "--ranks", ranks, "--set", f"run.steps={done + 2}")
-    printed, _ = again.communicate(timeout=DEADLINE_S)
-    assert again.returncode == 0, printed
+    run_to_end(load_recipe(file, [f"run.steps={done + 2}"]), world=int(ranks))
     assert list(losses(run)) == list(range(done + 2))
     assert read_events(run)[-1]["kind"] == "finished"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.recipe import to_toml
+from headway.recipe import load_recipe, to_toml
 from headway.runs import read_metrics
-from runs import events, losses
+from runs import events, losses, run_to_end
 from soak import soak
 from tiny_recipes import text_file, text_recipe
 
@@ -83,10 +83,8 @@ def test_a_signal_to_every_process_of_a_job_ends_its_step_and_saves(recipe: Path
     (stopped,) = events(recipe.parent / "run", "stopped")
     assert [path.name for path in (recipe.parent / "run" / "checkpoints").iterdir()] == [f"step-{stopped['step']:08d}"]
     done = int(str(stopped["step"]))
-    running = start(recipe, "--ranks", "2", "--set", f"run.steps={done + 2}")
-    printed, _ = running.communicate(timeout=DEADLINE_S)
-    assert running.returncode == 0, printed
-    assert f"after step {done}" in printed
+    (recipe.parent / "run" / "stop-request").unlink(missing_ok=True)
+    assert f"after step {done}" in run_to_end(load_recipe(recipe, [f"run.steps={done + 2}"]), world=2)
     assert list(losses(recipe.parent / "run")) == list(range(done + 2))
 
 
@@ -128,14 +126,17 @@ def test_a_second_ctrl_c_ends_the_ranks_at_once(recipe: Path) -> None:
     assert processes_of(f"train {recipe}") == []
 
 
-def test_a_rank_that_a_scheduler_started_itself_exits_with_75(recipe: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, soak(2)])
+def test_ranks_that_a_scheduler_started_itself_exit_with_75(recipe: Path, ranks: int) -> None:
     """One task a rank, as under srun; without torchrun the exit code reaches the scheduler."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    first, second = (start(recipe, RANK=rank, **address) for rank in ("0", "1"))
+    address = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    first, *others = (start(recipe, RANK=str(rank), **address) for rank in range(ranks))
     code, printed = signal_at_step(first, recipe, 3, signal.SIGTERM, everywhere=True)
-    assert (code, second.wait(DEADLINE_S)) == (75, 75), printed + second.communicate()[0]
+    assert code == 75, printed
+    for other in others:
+        assert other.wait(DEADLINE_S) == 75, other.communicate()[0]
 
 
 def test_a_stopped_rank_of_torchrun_ends_well_as_torchrun_would_call_all_else_a_failure(recipe: Path) -> None:

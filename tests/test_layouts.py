@@ -13,6 +13,7 @@ from headway.recipe import CheckpointRecipe, LayoutRecipe, Recipe, sizes
 from headway.train import Trainer, assemble, training_loader
 from headway.train.checkpoints import Checkpoints
 from ranks import run_ranks
+from soak import soak
 from test_layout_invariance import relative, whole
 from tiny_recipes import image_folder, image_recipe, text_file, text_recipe
 
@@ -103,22 +104,23 @@ def assert_same(outcomes: list[dict[str, Any]], expected: dict[str, Any]) -> Non
 
 
 OFFLOADED = {"activation_checkpointing": "full", "offload_activations": True}
-LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, dict[str, Any]]]] = [
-    ("text", 4, {"tp": 2}, {}),
+LAYOUTS: list[Any] = [
+    soak("text", 4, {"tp": 2}, {}),
     ("text", 2, {"tp": 2, "sequence_parallel": False}, {"memory": {"activation_checkpointing": "selective"}}),
     ("text", 4, {"tp": 2, "pp": 2}, {}),
     ("text", 4, {"tp": 2, "cp": 2}, {"memory": OFFLOADED, "data": {"sequence_length": 33}}),
     ("text", 4, {"pp": 2, "cp": 2, "cp_kind": "ring"}, {"memory": {"activation_checkpointing": "full"}}),
-    ("text", 4, {"pp": 2, "dp_replicate": 2}, {}),
+    soak("text", 4, {"pp": 2, "dp_replicate": 2}, {}),
     ("text", 4, {"cp": 4, "cp_kind": "both", "cp_ulysses": 2}, {"optim": {"kind": "muon"}}),
-    ("text", 4, {"tp": 2}, {"optim": {"kind": "muon"}}),
+    soak("text", 4, {"tp": 2}, {"optim": {"kind": "muon"}}),
     ("experts", 2, {"ep": 2}, {"objective": {"router_exact": True, "router_z": 0.01}}),
     ("experts", 4, {"ep": 2, "tp": 2}, {}),
     ("experts", 4, {"ep": 2, "pp": 2}, {}),
     ("experts", 4, {"ep": 4, "cp": 2}, {}),
-    ("image", 2, {"tp": 2}, {"memory": {"activation_checkpointing": "full"}}),
-    ("image", 4, {"tp": 2, "cp": 2, "cp_kind": "ring"}, {}),
-    ("image", 4, {"cp": 2}, {"layout": {"prefetch": 2}}),
+    soak("image", 2, {"tp": 2}, {"memory": {"activation_checkpointing": "full"}}),
+    soak("image", 4, {"tp": 2, "cp": 2, "cp_kind": "ring"}, {}),
+    ("image", 2, {"tp": 2}, {"layout": {"prefetch": 2}}),
+    soak("image", 4, {"cp": 2}, {"layout": {"prefetch": 2}}),
 ]
 
 

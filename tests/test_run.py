@@ -101,10 +101,9 @@ def test_a_run_on_pictures_resumes_exactly(pictures: Path, tmp_path: Path) -> No
 def test_a_run_goes_on_with_another_number_of_ranks(text: Path, tmp_path: Path, unbroken: Path) -> None:
     recipe = text_run(text, tmp_path / "run", run={"micro_batch": 2})
     stop_after(recipe, 2, world=2)
-    stop_after(recipe, 5, world=1)
-    stop_after(recipe, 8, world=4)
-    run_to_end(recipe, world=2)
-    assert [event["ranks"] for event in events(recipe.run.directory, "resumed")] == [1, 4, 2]
+    stop_after(recipe, 5, world=4)
+    run_to_end(recipe)
+    assert [event["ranks"] for event in events(recipe.run.directory, "resumed")] == [4, 1]
     assert losses(recipe.run.directory) == pytest.approx(losses(unbroken), rel=1e-5)
 
 
@@ -198,7 +197,7 @@ def left_behind(directory: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-@pytest.mark.parametrize("world", [soak(1), 2])
+@pytest.mark.parametrize("world", [1, soak(2)])
 def test_a_complete_run_started_again_says_so_and_does_nothing(pictures: Path, tmp_path: Path, world: int) -> None:
     recipe = image_run(
         pictures,
@@ -267,7 +266,7 @@ def test_corrupt_pictures_are_named_and_counted_and_end_the_run_past_the_limit(t
     folder = image_folder(tmp_path / "pictures", count=16)
     (folder / "003.png").write_bytes((folder / "003.png").read_bytes()[:40])
     recipe = image_run(folder, tmp_path / "run", run={"steps": 4}, data={"max_bad_records": 2})
-    run_to_end(recipe, world=2)
+    run_to_end(recipe)
     named = [record for event in events(recipe.run.directory, "bad_records") for record in event["records"]]
     assert len(named) == 2
     assert all("003.png" in record for record in named)
