@@ -1,5 +1,6 @@
 """Collectives of all ranks side by side: who came last, waiting against transfer, clocks that differ."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.explain import explain
-from headway.explain.collectives import RankCollectives, align
+from headway.explain.collectives import RankCollectives, align, clock_offsets_ns
 from headway.explain.kineto import read_rank
 from headway.explain.rank_part import rank_part
 
@@ -34,7 +35,7 @@ def rank_of(rank: int, starts, ends, sizes=None, clock: int = 0) -> RankCollecti
 def test_waiting_and_transfer_of_a_public_run_of_eight_ranks():
     """The known answers of the traces' README."""
     parts = [rank_part(trace) for path in sorted(DLRM.glob("*.gz")) for trace in read_rank(path)]
-    aligned = align([part.collectives for part in parts])
+    (aligned,) = align([part.collectives for part in parts])
     assert aligned.last_rank.tolist() == [7, 7, 7, 7, 7, 5, 5, 4]
     assert (aligned.wait_ns.sum(axis=0) // 1000).tolist() == [5580, 11125, 3280, 9571, 6370, 6041, 3342, 1534]
     assert (aligned.transfer_ns // 1000).tolist() == [11, 8, 8, 8, 87, 11, 23, 69]
@@ -51,8 +52,8 @@ def test_clocks_that_differ_change_nothing(late, clocks):
     """What is measured on clocks hours apart is what one clock would have measured."""
     starts = [[at * 20 * MS + rank_late[rank] for at, rank_late in enumerate(late)] for rank in range(3)]
     ends = [at * 20 * MS + 10 * MS for at in range(len(late))]
-    same = align([rank_of(rank, starts[rank], ends) for rank in range(3)])
-    apart = align([rank_of(rank, starts[rank], ends, clock=clocks[rank]) for rank in range(3)])
+    (same,) = align([rank_of(rank, starts[rank], ends) for rank in range(3)])
+    (apart,) = align([rank_of(rank, starts[rank], ends, clock=clocks[rank]) for rank in range(3)])
     assert np.array_equal(same.wait_ns, apart.wait_ns)
     assert np.array_equal(same.transfer_ns, apart.transfer_ns)
     assert np.array_equal(same.last_rank, apart.last_rank)
@@ -65,27 +66,50 @@ def test_clocks_that_differ_change_nothing(late, clocks):
 def test_an_offset_within_the_scatter_of_the_ends_is_none():
     ends = np.array([10, 30, 50, 70]) * MS
     scattered = ends + np.array([3_000, -2_000, 4_000, -3_000])
-    aligned = align([rank_of(0, ends - MS, ends), rank_of(1, ends - MS, scattered)])
+    (aligned,) = align([rank_of(0, ends - MS, ends), rank_of(1, ends - MS, scattered)])
     assert not aligned.offset_ns.any()
-    ahead = align([rank_of(0, ends - MS, ends), rank_of(1, ends - MS, scattered, clock=40_000)])
+    (ahead,) = align([rank_of(0, ends - MS, ends), rank_of(1, ends - MS, scattered, clock=40_000)])
     assert ahead.offset_ns.tolist() == pytest.approx([0, 40_000], abs=4_000)
 
 
 def test_collectives_that_do_not_end_together_are_left_out():
     ends = np.array([10, 30, 50, 70]) * MS
     odd = ends + np.array([0, 0, 7 * MS, 0])
-    aligned = align([rank_of(0, ends - MS, ends), rank_of(1, ends - MS, odd)])
+    (aligned,) = align([rank_of(0, ends - MS, ends), rank_of(1, ends - MS, odd)])
     assert [key[2] for key in aligned.key] == [0, 1, 3]
     assert aligned.left_out == 1
 
 
+def in_group(one: RankCollectives, group: str) -> RankCollectives:
+    return replace(one, key=tuple((group, kind, number) for _, kind, number in one.key))
+
+
 def test_ranks_without_a_common_collective_are_not_aligned():
-    assert align([rank_of(0, [0], [MS])]) is None
-    other = rank_of(1, [0], [MS])
-    assert (
-        align([rank_of(0, [0], [MS]), RankCollectives(**{**vars(other), "key": (("group 1", "broadcast", 0),)})])
-        is None
-    )
+    assert align([rank_of(0, [0], [MS])]) == ()
+    assert align([rank_of(0, [0], [MS]), in_group(rank_of(1, [0], [MS]), "group 1")]) == ()
+
+
+def test_of_a_mesh_each_group_is_aligned_by_itself_and_clocks_are_followed_from_group_to_group():
+    """Two rows and two columns; each rank's clock is 10 ms further ahead than the one before."""
+    starts, ends = np.array([0, 20, 40]) * MS, np.array([10, 30, 50]) * MS
+    ranks = []
+    for number in range(4):
+        row = in_group(rank_of(number, starts, ends, clock=10 * MS * number), f"row {number // 2}")
+        column = in_group(
+            rank_of(number, starts + 3 * MS, ends + 3 * MS, clock=10 * MS * number), f"column {number % 2}"
+        )
+        columns = {name: np.concatenate([getattr(row, name), getattr(column, name)]) for name in ("start_ns", "end_ns")}
+        ranks.append(
+            replace(
+                row, key=row.key + column.key, bytes=np.full(6, -1), step=np.zeros(6, np.int64),
+                names=row.names * 2, span=np.arange(6), **columns,
+            )
+        )  # fmt: skip
+    aligned = align(ranks)
+    assert sorted(one.ranks for one in aligned) == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    assert all(len(one) == 3 and one.left_out == 0 for one in aligned)
+    assert all(not one.wait_ns.any() for one in aligned)
+    assert clock_offsets_ns(aligned) == {number: 10 * MS * number for number in range(4)}
 
 
 @pytest.mark.skipif(not DLRM.exists(), reason="the public traces are not here")

@@ -164,16 +164,44 @@ def _clock_offsets(end_ns: Integers) -> Integers:
     return np.where(np.abs(offset) <= scatter, 0, offset).round().astype(np.int64)
 
 
-def align(ranks: Sequence[RankCollectives]) -> Aligned | None:
-    """Lay the collectives of two ranks or more side by side; None when they have none in common."""
-    if len(ranks) < 2:
-        return None
-    ranks = sorted(ranks, key=lambda one: one.rank)
+def align(ranks: Sequence[RankCollectives]) -> tuple[Aligned, ...]:
+    """Lay the collectives of ranks side by side, once for each set of ranks that share groups; the largest set first.
+
+    Of a mesh the ranks of a row share a group, those of a column another; a collective is laid beside those of its own
+    group alone. Empty when no two ranks have a collective in common.
+    """
+    members: dict[str, list[int]] = {}
+    for number, one in enumerate(ranks):
+        for place in dict.fromkeys(key[0] for key in one.key):
+            members.setdefault(place, []).append(number)
+    places_of: dict[tuple[int, ...], set[str]] = {}
+    for place, numbers in members.items():
+        places_of.setdefault(tuple(numbers), set()).add(place)
+    found = [_align(ranks, numbers, places) for numbers, places in places_of.items() if len(numbers) > 1]
+    return tuple(sorted((one for one in found if one is not None), key=lambda one: (-len(one.ranks), -len(one))))
+
+
+def clock_offsets_ns(aligned: Sequence[Aligned]) -> dict[int, int]:
+    """How far each rank's clock is ahead of the first one's, as far as shared collectives lead from rank to rank."""
+    offsets: dict[int, int] = {}
+    left = list(aligned)
+    while left:
+        one = next((one for one in left if offsets.keys() & set(one.ranks)), left[0])
+        left.remove(one)
+        own = dict(zip(one.ranks, one.offset_ns.tolist(), strict=True))
+        shared = next((rank for rank in one.ranks if rank in offsets), None)
+        shift = 0 if shared is None else offsets[shared] - own[shared]
+        for rank, ahead in own.items():
+            offsets.setdefault(rank, ahead + shift)
+    return offsets
+
+
+def _align(everyone: Sequence[RankCollectives], numbers: Sequence[int], groups: set[str]) -> Aligned | None:
+    ranks = sorted((everyone[number] for number in numbers), key=lambda one: one.rank)
     places: list[Mapping[tuple[str, str, int], int]] = [
-        {key: at for at, key in enumerate(one.key) if key[1] not in BARRIERS} for one in ranks
+        {key: at for at, key in enumerate(one.key) if key[0] in groups and key[1] not in BARRIERS} for one in ranks
     ]
-    common = [key for key in ranks[0].key if all(key in place for place in places)]
-    common = list(dict.fromkeys(common))
+    common = [key for key in places[0] if all(key in place for place in places)]
     if not common:
         return None
     at = np.array([[place[key] for place in places] for key in common])

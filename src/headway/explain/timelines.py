@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from headway.explain.collectives import Aligned, align
+from headway.explain.collectives import Aligned, align, clock_offsets_ns
 from headway.explain.finding import Evidence, Explained, Finding, HealthMessage, Recoverable, Severity
 from headway.explain.pathologies.communication import find_communication
 from headway.explain.pathologies.stragglers import find_stragglers
@@ -30,8 +30,7 @@ def explain_parts(parts: Sequence[RankPart]) -> Explained:
     sound = [part for part in parts if part.is_conclusive]
     aligned = align([part.collectives for part in sound if part.collectives is not None])
     health += _ranks_health(sound)
-    if aligned is not None:
-        health += _alignment_health(aligned)
+    health += _alignment_health(aligned)
     findings = merged([finding for part in sound for finding in part.findings], len(sound))
     if sound:
         findings += find_communication(sound, aligned)
@@ -42,7 +41,7 @@ def explain_parts(parts: Sequence[RankPart]) -> Explained:
         findings=tuple(by_gain(findings)),
         details={
             "kernels": _kernels(parts),
-            **({"collectives": aligned.as_json()} if aligned is not None else {}),
+            **({"collectives": _collectives(aligned)} if aligned else {}),
         },
     )
 
@@ -78,21 +77,30 @@ def _ranks_health(parts: Sequence[RankPart]) -> Iterator[HealthMessage]:
         yield HealthMessage("some-ranks", Severity.WARNING, text, ranks=ranks)
 
 
-def _alignment_health(aligned: Aligned) -> Iterator[HealthMessage]:
-    residual = int(aligned.residual_ns.max()) / 1000
-    offset = max(abs(ns) for ns in aligned.offset_ns.tolist()) / 1000
+def _collectives(aligned: Sequence[Aligned]) -> dict[str, Any]:
+    """The largest set of ranks that meet, the clocks of all, and the other sets."""
+    first, *others = (one.as_json() for one in aligned)
+    offsets = {str(rank): ns / 1000 for rank, ns in sorted(clock_offsets_ns(aligned).items())}
+    return {**first, "clock_offset_us": offsets, "other_groups": others}
+
+
+def _alignment_health(aligned: Sequence[Aligned]) -> Iterator[HealthMessage]:
+    offset = max((abs(ns) for ns in clock_offsets_ns(aligned).values()), default=0) / 1000
     if offset:
+        residual = max(int(one.residual_ns.max()) for one in aligned) / 1000
+        ranks = tuple(sorted({rank for one in aligned for rank in one.ranks}))
         text = (
-            f"the clocks of the ranks are up to {offset:,.1f} us apart, by the ends of {len(aligned)} collectives; "
-            f"after correction the ends still differ by up to {residual:,.1f} us"
+            f"the clocks of the ranks are up to {offset:,.1f} us apart, by the ends of "
+            f"{sum(map(len, aligned))} collectives; after correction the ends still differ by up to {residual:,.1f} us"
         )
-        yield HealthMessage("clock-offsets", Severity.NOTE, text, ranks=aligned.ranks)
-    if aligned.left_out > len(aligned):
-        text = (
-            f"{aligned.left_out} collectives have no counterpart on all {len(aligned.ranks)} ranks, {len(aligned)} "
-            "have: waiting is known of these only"
-        )
-        yield HealthMessage("unmatched-collectives", Severity.WARNING, text, ranks=aligned.ranks)
+        yield HealthMessage("clock-offsets", Severity.NOTE, text, ranks=ranks)
+    for one in aligned:
+        if one.left_out > len(one):
+            text = (
+                f"{one.left_out} collectives have no counterpart on all {len(one.ranks)} ranks, {len(one)} have: "
+                "waiting is known of these only"
+            )
+            yield HealthMessage("unmatched-collectives", Severity.WARNING, text, ranks=one.ranks)
 
 
 def merged(findings: Iterable[Finding], ranks: int) -> list[Finding]:

@@ -38,24 +38,25 @@ _OTHER_FIX = Fix("Overlap it with compute that does not depend on it, or send le
 Integers = NDArray[np.int64]
 
 
-def find_communication(parts: Sequence[RankPart], aligned: Aligned | None) -> Iterator[Finding]:
+def find_communication(parts: Sequence[RankPart], aligned: Sequence[Aligned]) -> Iterator[Finding]:
     """Findings about communication of all ranks. Waiting for others is told apart where ranks could be aligned."""
     for collective in sorted({key[1] for part in parts if part.collectives for key in part.collectives.key}):
         yield from _exposed(collective, parts, aligned)
         yield from _small(collective, parts)
-    if aligned is not None:
-        yield from _slow_links(parts, aligned)
+    for one in aligned:
+        yield from _slow_links(parts, one)
 
 
-def waits_of(part: RankPart, aligned: Aligned | None) -> Integers:
+def waits_of(part: RankPart, aligned: Sequence[Aligned]) -> Integers:
     """Waiting within each collective of a rank as far as it is known, else 0: int64, ``[collectives]``."""
     assert part.collectives is not None
     waits = np.zeros(len(part.collectives.key), dtype=np.int64)
-    if aligned is not None and part.rank in aligned.ranks:
-        column = aligned.ranks.index(part.rank)
-        order = np.argsort(part.collectives.span, kind="stable")
-        place = order[np.searchsorted(part.collectives.span[order], aligned.span[:, column])]
-        waits[place] = aligned.wait_ns[:, column]
+    order = np.argsort(part.collectives.span, kind="stable")
+    for one in aligned:
+        if part.rank in one.ranks:
+            column = one.ranks.index(part.rank)
+            place = order[np.searchsorted(part.collectives.span[order], one.span[:, column])]
+            waits[place] = one.wait_ns[:, column]
     return waits
 
 
@@ -72,7 +73,7 @@ def less_of_spans(part: RankPart, spans: Integers, less_ns: Integers) -> Change:
     return Change(device_ns=less)
 
 
-def _exposed(collective: str, parts: Sequence[RankPart], aligned: Aligned | None) -> Iterator[Finding]:
+def _exposed(collective: str, parts: Sequence[RankPart], aligned: Sequence[Aligned]) -> Iterator[Finding]:
     gains, evidence, exposed_us, waits_us, late, total = [], [], [], [], 0, 0
     for part in parts:
         assert part.collectives is not None
@@ -104,7 +105,7 @@ def _exposed(collective: str, parts: Sequence[RankPart], aligned: Aligned | None
     too_late = collective == "all_gather" and total >= 4 and 2 * late >= total
     aligned_text = (
         f"Waiting for other ranks is left out ({sum(waits_us) / 1000:,.1f} ms)."
-        if aligned is not None
+        if aligned
         else "How much of it is waiting for other ranks can't be told from these files."
     )
     late_text = f" {late} of {total} begin only when compute has ended, as if asked for too late." if too_late else ""
@@ -116,9 +117,9 @@ def _exposed(collective: str, parts: Sequence[RankPart], aligned: Aligned | None
             f"while nothing computes. {aligned_text}{late_text}"
         ),
         cause_class=CauseClass.COMMUNICATION,
-        confidence=Confidence.MEDIUM if aligned is not None else Confidence.LOW,
+        confidence=Confidence.MEDIUM if aligned else Confidence.LOW,
         evidence=tuple(evidence),
-        recoverable=gain if aligned is not None else Recoverable.of_window(0, gain.high_us, window),
+        recoverable=gain if aligned else Recoverable.of_window(0, gain.high_us, window),
         fix=_FIXES.get(collective, _OTHER_FIX),
         verify=f"Exposed time of {name.replace('_', '-')} falls while its total stays.",
         falsified_by="Traces of all ranks show that the time is spent waiting for one of them.",

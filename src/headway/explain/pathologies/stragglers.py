@@ -22,10 +22,10 @@ SLOWER = 1.1
 Integers = NDArray[np.int64]
 
 
-def find_stragglers(parts: Sequence[RankPart], aligned: Aligned | None) -> Iterator[Finding]:
-    """Findings about ranks beside each other."""
-    if aligned is not None:
-        yield from _late_ranks(parts, aligned)
+def find_stragglers(parts: Sequence[RankPart], aligned: Sequence[Aligned]) -> Iterator[Finding]:
+    """Findings about ranks beside each other: of the sets of ranks that meet, the one that waits most for one rank."""
+    late = [finding for one in aligned for finding in _late_ranks(parts, one)]
+    yield from sorted(late, key=lambda finding: -finding.recoverable.share if finding.recoverable else 0)[:1]
     yield from _unequal_compute(parts)
     yield from _slow_device(parts)
 
