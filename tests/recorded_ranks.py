@@ -10,7 +10,6 @@ import torch.distributed as dist
 from headway.models import build_model
 from headway.parallel import Ranks
 from headway.recipe import Recipe, accumulation, sizes
-from headway.rehearse.batches import rehearsed_batch, unread_tokenizers
 from headway.rehearse.patches import recorded_streams
 from headway.rehearse.record import Operator, Record
 from headway.rehearse.recorded_step import record_step
@@ -21,6 +20,7 @@ from headway.train import layout
 from headway.train.assembly import assemble_step
 from headway.train.flops import Flops
 from headway.train.trainer import read_on_host
+from headway.train.unread_batches import rehearsed_batch, unread_tokenizers
 
 CPU = torch.device("cpu")
 

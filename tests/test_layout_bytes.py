@@ -13,6 +13,7 @@ from ranks import run_ranks
 ON_TWO_RANKS = [
     ("FSDP", "decoder", {"shard"}),
     ("FSDP, blocks kept", "decoder", {"shard"}),
+    ("FSDP, no block kept", "decoder", {"shard"}),
     ("DDP", "decoder", {"dp_replicate"}),
     ("tensor parallel", "decoder", {"tp"}),
     ("tensor and sequence parallel", "decoder", {"tp"}),

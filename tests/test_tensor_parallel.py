@@ -35,7 +35,7 @@ from headway.errors import UserError
 from headway.models.component import Component
 from headway.parallel import tensor_parallel_plans, tensor_parallel_styles
 from headway.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
-from headway.parallel.tensor_parallel_styles import Part
+from headway.parallel.tensor_parallel_styles import Enter, Exit, Part
 from headway.recipe import LoraRecipe, ModelRecipe
 from ranks import run_ranks
 from soak import soak
@@ -343,10 +343,12 @@ def _odd_sequence(recipe: ModelRecipe) -> str:
 
 
 def test_blocks_of_other_stages_are_left_alone() -> None:
-    """A decoder of which this rank has the last layers and the head: tokens are split at its own first layer."""
+    """A decoder of which this rank has the last layers and the head: what comes from the stage before is split."""
     model = build(RECIPES["qwen3"]).components[0].module
     model.model.layers[0] = model.model.embed_tokens = nn.Identity()
     steps = tensor_parallel_plans.steps_of(model, sequence=True)
     assert not any(step.path.startswith("model.layers.0") for step in steps)
-    assert steps[0].path == "model.layers.1"
+    ends = {kind: [step.path for step in steps if isinstance(step.style, kind)] for kind in (Enter, Exit)}
+    assert "model.layers.1" not in ends[Enter]
+    assert "model.layers.1" in ends[Exit]
     assert steps[-1].path == "lm_head"

@@ -46,6 +46,7 @@ CASES = [
     Case("FSDP", "decoder", 4, {}),
     Case("FSDP, one micro-batch", "decoder", 2, {}, 1),
     Case("FSDP, blocks kept", "decoder", 2, {"reshard_after_forward": False}),
+    Case("FSDP, no block kept", "decoder", 2, {"blocks_kept_gathered": 0}),
     Case("FSDP, bfloat16", "decoder", 2, {}, sections={"precision": {"compute": "bfloat16"}}),
     Case("FSDP, full checkpointing", "decoder", 2, {}, sections={"memory": {"activation_checkpointing": "full"}}),
     Case("FSDP", "denoiser", 2, {}),
@@ -149,16 +150,18 @@ def data_parallel(s: Setting) -> Traffic:
     """FSDP over dp_shard x cp, replicas over dp_replicate."""
     size, reduced = s.own.sizes, getattr(torch, s.recipe.precision.reduce).itemsize
     ranks = size.dp_shard * size.cp
-    freed = s.recipe.layout.reshard_after_forward is not False
+    layout, blocks = s.recipe.layout, len(s.own.blocks)
     count = formulas.pipelined_gathers if size.pp > 1 else formulas.gathers
-    block_gathers, root_gathers = count(s.micro_batches, freed_after_forward=freed)
+    of_freed, root_gathers = count(s.micro_batches, freed_after_forward=True)
+    of_kept, _ = count(s.micro_batches, freed_after_forward=False)
+    kept = blocks if layout.reshard_after_forward is False else min(blocks, layout.blocks_kept_gathered)
     sharded = formulas.fully_sharded(
         s.own.blocks,
         s.own.root,
         ranks=ranks,
         element=s.element,
         reduced_element=reduced,
-        block_gathers=block_gathers,
+        block_gathers=[of_freed] * (blocks - kept) + [of_kept] * kept,
         root_gathers=root_gathers,
     )
     units = [*s.own.blocks, s.own.root]
@@ -193,7 +196,7 @@ def decoder(s: Setting) -> Traffic:
         formulas.pipeline(
             rank_of=s.own.rank_of_stage,
             rank=s.stage,
-            activations=[MICRO_BATCH * tokens * width],
+            activations=[MICRO_BATCH * tokens * width // (size.tp if s.sequence else 1)],
             element=s.element,
             micro_batches=s.micro_batches,
         ),
@@ -224,7 +227,9 @@ def decoder_tensor_parallel(s: Setting, tokens: int, width: int) -> Traffic:
             formulas.tensor_parallel_regions(
                 2 * layers, tp=size.tp, sequence=s.sequence, recomputed=layers if full else 0, **common
             ),
-            formulas.split_tokens(tp=size.tp, **common) if s.sequence else Traffic(),
+            formulas.split_tokens(tp=size.tp, begins=stages[0] == s.stage, ends=stages[-1] == s.stage, **common)
+            if s.sequence
+            else Traffic(),
             formulas.vocabulary_parallel(
                 tp=size.tp,
                 tokens=tokens,

@@ -30,17 +30,17 @@ def fully_sharded(
     ranks: int,
     element: int,
     reduced_element: int,
-    block_gathers: int,
+    block_gathers: Sequence[int],
     root_gathers: int,
 ) -> Traffic:
     """FSDP2: each unit is gathered when it is used, and its gradient scattered once a step.
 
     ``blocks`` and ``root`` are the shapes of the parameters of each unit; ``block_gathers`` and ``root_gathers`` how
-    often a step gathers one: see ``gathers`` and ``pipelined_gathers``. With one micro-batch and freed blocks this is
+    often a step gathers each: see ``gathers`` and ``pipelined_gathers``. With one micro-batch and freed blocks this is
     ZeRO stage 3's (2 gathers + 1 scatter) x parameters x (n - 1) / n (Rajbhandari et al. 2020, ZeRO, section 7.2.2);
     gradients of further micro-batches add up on each rank without communication.
     """
-    units = [*[(unit, block_gathers) for unit in blocks], (root, root_gathers)]
+    units = [*zip(blocks, block_gathers, strict=True), (root, root_gathers)]
     return together(
         all_gather("shard", ranks, padded(unit, ranks) * element) * times
         + reduce_scatter("shard", ranks, padded(unit, ranks) * reduced_element)
@@ -102,10 +102,12 @@ def tensor_parallel_regions(
     return all_reduce("tp", tp, whole) * ((2 * regions + recomputed) * micro_batches)
 
 
-def split_tokens(*, tp: int, activations: int, element: int, micro_batches: int) -> Traffic:
+def split_tokens(
+    *, tp: int, activations: int, element: int, micro_batches: int, begins: bool = True, ends: bool = True
+) -> Traffic:
     """Where sequence parallelism begins and ends: tokens are gathered after the last block, their gradients after the
-    backward pass of the first."""
-    return all_gather("tp", tp, activations * element) * (2 * micro_batches)
+    backward pass of the first. ``begins``, ``ends``: whether a rank of a pipeline has these blocks."""
+    return all_gather("tp", tp, activations * element) * ((begins + ends) * micro_batches)
 
 
 def vocabulary_parallel(
@@ -203,9 +205,9 @@ def pipeline(
     """What travels over each cut, once forward and once back as gradients, for every micro-batch.
 
     ``rank_of`` stage s; ``activations``: elements of each tensor that travels, those of a rank's own tokens under
-    context parallelism. A cut between two stages of one rank costs nothing (V-shaped schedules have one). Under tensor
-    parallelism, with sequence parallelism too, each rank sends the whole tensor: a stage ends with its tokens joined.
-    (Megatron-LM sends 1/t and gathers it on the other side: Narayanan et al. 2021, section 4.1.)
+    context parallelism and under sequence parallelism. A cut between two stages of one rank costs nothing (V-shaped
+    schedules have one). Under tensor parallelism alone each rank sends the whole tensor. (Megatron-LM sends 1/t and
+    gathers it on the other side: Narayanan et al. 2021, section 4.1.)
     """
     sent = 0
     for stage, owner in enumerate(rank_of):

@@ -14,11 +14,11 @@ import torch
 from headway.models import build_model
 from headway.parallel import Ranks
 from headway.recipe import Recipe, parse_recipe
-from headway.rehearse.batches import rehearsed_batch, unread_tokenizers
 from headway.train.assembly import assemble_step
 from headway.train.flops import Flops
 from headway.train.throughput import peak_memory_gib
 from headway.train.trainer import Trainer
+from headway.train.unread_batches import rehearsed_batch, unread_tokenizers
 
 WARM_UPS = 4
 STEPS = 12

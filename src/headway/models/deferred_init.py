@@ -73,7 +73,8 @@ class InitialValues:
         needed = self._operations_of(tensor.storage)
         owner = next(n for n, t in self._tensors.items() if isinstance(t, StorageView) and t.storage == tensor.storage)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(_key(self._seed, f"{self._scope}.{owner}"))
+            # torch.manual_seed would also note for every device, with a trace of the stack, that it is to be seeded.
+            torch.default_generator.manual_seed(_key(self._seed, f"{self._scope}.{owner}"))
             storages: dict[int, torch.Tensor] = {}
             for operation in needed:
                 _replay(operation, storages)

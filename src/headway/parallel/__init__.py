@@ -2,6 +2,7 @@
 
 from headway.parallel.activation_checkpointing import KEPT_OPERATORS, checkpoint_activations
 from headway.parallel.activation_offload import offload_activations
+from headway.parallel.async_tensor_parallel import overlap_tensor_parallel
 from headway.parallel.bfloat16_on_cpu import emulate_bfloat16_products, has_bfloat16_instructions
 from headway.parallel.compile import compile_blocks
 from headway.parallel.data_parallel import FullyShardedModel, LaidOut, LaidOutWhole, shard
@@ -30,6 +31,7 @@ __all__ = [
     "has_bfloat16_instructions",
     "holders",
     "offload_activations",
+    "overlap_tensor_parallel",
     "pieces",
     "shard",
     "start_ranks",

@@ -5,7 +5,7 @@ and gradient norm have one code path.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -100,6 +100,10 @@ def shard(
 ) -> LaidOutWhole:
     """Shard ``model`` in place (on the meta device or not): each block is a unit of gathering, the rest another.
 
+    ``blocks`` are in the order in which they run. Those that are freed after their forward pass are gathered again for
+    the backward pass, which begins with the last ones: ``layout.blocks_kept_gathered`` of them wait gathered instead,
+    as the rest of the model always does; the later a block, the shorter that wait.
+
     Parameters are gathered and used in ``precision.compute`` and gradients reduced in ``precision.reduce``. Inputs are
     not cast: timesteps and rotary tables stay in float32 as far as the model itself allows. On one rank there is
     nothing to gather or to reduce, and the model is held whole.
@@ -110,20 +114,34 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     # The warning is of changing a returned view in place, which no objective does with a model's output.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    frees = reshards_after_forward(layout)
+    frees = _freed(blocks, layout)
     if meshes.sizes.ep > 1:
         data_ranks = meshes.fsdp.size()
         shard_experts(model, meshes.expert, policy, data_ranks=data_ranks, reshard_after_forward=frees)
     for block in blocks:
-        fully_shard(block, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=frees)
-    fully_shard(model, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=False)
-    _gather_ahead(blocks, layout.prefetch)
+        fully_shard(block, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=frees(block))
+    root = fully_shard(model, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=False)
+    _gather_ahead(root, blocks, layout.prefetch)
     return FullyShardedModel(model)
 
 
-def _gather_ahead(blocks: Sequence[nn.Module], ahead: int) -> None:
-    """Let each block gather those that come next; by itself FSDP2 does so in the backward pass only, and one."""
+def _freed(blocks: Sequence[nn.Module], layout: LayoutRecipe) -> Callable[[nn.Module], bool]:
+    """Of a block or a module in one: whether it is freed between forward and backward."""
+    if not reshards_after_forward(layout):
+        return lambda module: False
+    last = blocks[max(0, len(blocks) - layout.blocks_kept_gathered) :]
+    kept = {module for block in last for module in block.modules()}
+    return lambda module: module not in kept
+
+
+def _gather_ahead(root: FSDPModule, blocks: Sequence[nn.Module], ahead: int) -> None:
+    """Let each block gather those that come next, and the root the first ones.
+
+    By itself FSDP2 does so in the backward pass only, and one.
+    """
     units = [[child for child in block.modules() if isinstance(child, FSDPModule)] for block in blocks]
+    if ahead:
+        root.set_modules_to_forward_prefetch([unit for group in units[:ahead] for unit in group])
     for place, own in enumerate(units):
         later, earlier = units[place + 1 : place + 1 + ahead], units[max(0, place - ahead) : place]
         own[0].set_modules_to_forward_prefetch([unit for group in later for unit in group])

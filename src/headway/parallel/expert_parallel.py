@@ -85,13 +85,19 @@ def apply_expert_parallel(model: nn.Module, ep: DeviceMesh, tp: DeviceMesh | Non
 
 
 def shard_experts(
-    model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, data_ranks: int, reshard_after_forward: bool
+    model: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    *,
+    data_ranks: int,
+    reshard_after_forward: Callable[[nn.Module], bool],
 ) -> None:
     """``fully_shard`` the experts of every layer over the ranks of ``mesh`` that hold the same ones.
 
     To be called before the blocks around them are sharded. ``mesh`` has the dimensions dp_replicate, expert_shard and
     ep. ``data_ranks`` is the size of the mesh of all other parameters (dp_replicate x dp_shard x cp): FSDP averages
     their gradients over it, so an expert's, which is a sum over the same tokens, is divided by it too.
+    ``reshard_after_forward``: of a layer's experts, whether they are freed between forward and backward.
     """
     axes = ("dp_replicate", "expert_shard") if mesh["dp_replicate"].size() > 1 else "expert_shard"
     ranks = mesh["expert_shard"].size()
@@ -100,7 +106,7 @@ def shard_experts(
             experts,
             mesh=mesh[axes],
             mp_policy=policy,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=reshard_after_forward(experts),
             shard_placement_fn=functools.partial(_dimension_to_shard, ep=mesh["ep"].size(), ranks=ranks),
         )
         unit.set_gradient_divide_factor(float(data_ranks))

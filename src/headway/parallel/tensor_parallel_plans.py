@@ -167,20 +167,23 @@ def _check_all_planned(path: str, module: nn.Module, planned: set[str]) -> None:
 
 
 def _language_model(model: Any, sequence: bool) -> Iterator[Step]:
-    """The decoder and the vocabulary; whatever else there is (a vision tower) stays whole on every rank."""
+    """The decoder and the vocabulary; whatever else there is (a vision tower) stays whole on every rank.
+
+    A stage of a pipeline has some of the layers: what travels between stages stays split over tokens.
+    """
     decoder = model.get_decoder()
     path = next(name for name, module in model.named_modules() if module is decoder)
     entries = _layer_entries(decoder)
     layers = [(f"{path}.layers.{i}", layer) for i, layer in enumerate(decoder.layers) if _holds_parameters(layer)]
-    if sequence:
+    if sequence and layers[0][1] is decoder.layers[0]:
         # Positions and masks are known by then: the decoder derives them from the length of what enters it.
         yield Step(*layers[0], Enter(split))
     for name, layer in layers:
         yield from _layer(name, layer, entries, sequence)
-    if sequence:
+    if sequence and layers[-1][1] is decoder.layers[-1]:
         yield Step(*layers[-1], Exit(joined))
-        if hasattr(decoder, "_deepstack_process"):
-            yield Step(path, decoder, WholeDeepstack())
+    if sequence and hasattr(decoder, "_deepstack_process"):
+        yield Step(path, decoder, WholeDeepstack())
     yield from _vocabulary(model)
 
 

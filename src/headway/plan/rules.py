@@ -12,6 +12,7 @@ from headway.parallel.expert_parallel import check_expert_parallel
 from headway.parallel.pipeline import SCHEDULES, PipelinePlan, plan_pipeline
 from headway.recipe import LayoutRecipe, Recipe
 from headway.rehearse.model_on_meta import model_on_meta
+from headway.train.assembly import block_costs_of
 
 MOST_STAGES_PER_RANK = 4
 """Of interleaved schedules, in a search."""
@@ -33,6 +34,7 @@ class Rules:
         self.expert: Callable[[int, int], str | None] = cache(
             lambda ep, ranks: _reason(lambda: check_expert_parallel(main, ep, ranks))
         )
+        self.costs = cache(lambda: block_costs_of(recipe, self.built))
         self.cuts: Callable[[int], tuple[int, ...] | str] = cache(self._cuts)
         self.schedule: Callable[[str, int, int, int], str | None] = cache(self._schedule)
         self.policy: Callable[[str, str, bool], str | None] = cache(self._policy)
@@ -82,6 +84,7 @@ class Rules:
             micro_batches=micro_batches,
             compiled=self.recipe.run.compile,
             checkpointing=checkpointing,
+            costs=self.costs,
         )
 
 

@@ -221,6 +221,8 @@ class LayoutRecipe(Section):
     """Ranks that share each block's matrix products (tensor parallelism)."""
     sequence_parallel: bool = True
     """With tp: activations between a language model's products are split over the sequence."""
+    async_tensor_parallel: bool = False
+    """With tp, sequence_parallel and run.compile on CUDA: products run beside the gathers and scatters around them."""
     cp: PositiveInt = 1
     """Ranks that share each sequence, image or video (context parallelism)."""
     cp_kind: Literal["ulysses", "ring", "both"] = "ulysses"
@@ -238,6 +240,8 @@ class LayoutRecipe(Section):
     """Ranks that share the experts of each layer (expert parallelism), out of dp_shard x cp x tp."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Whether gathered blocks are freed between forward and backward; auto: yes, unless the schedule forbids it."""
+    blocks_kept_gathered: Annotated[int, Field(ge=0)] = 1
+    """Where blocks are freed: so many of a stage's last ones are not, for the backward pass begins with them."""
     prefetch: Annotated[int, Field(ge=0)] = 1
     """Blocks whose parameters are gathered ahead of the one at work, in forward and backward."""
 
@@ -366,6 +370,21 @@ class Recipe(Section):
                 f"data.kind = {self.data.kind!r} does not hold what objective {self.objective.kind!r} needs: "
                 f"use one of {', '.join(sorted(fitting))}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _products_can_overlap(self) -> Self:
+        if not self.layout.async_tensor_parallel:
+            return self
+        lacking = {
+            "layout.tp > 1": self.layout.tp == 1,
+            "layout.sequence_parallel = true": not self.layout.sequence_parallel,
+            "run.compile = true": not self.run.compile,
+            "a language model (denoisers have no sequence parallelism)": self.objective.kind == "flow_matching",
+        }
+        missing = ", ".join(name for name, lacks in lacking.items() if lacks)
+        if missing:
+            raise ValueError(f"layout.async_tensor_parallel needs {missing}")
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,6 @@ from torch import Tensor
 from headway.models import build_model
 from headway.parallel import Ranks
 from headway.recipe import Recipe, accumulation, sizes
-from headway.rehearse.batches import rehearsed_batch, unread_tokenizers
 from headway.rehearse.fake_program import FakeValues, fake_ranks
 from headway.rehearse.patches import even_experts, recorded_streams, without_ranks
 from headway.rehearse.record import Record
@@ -15,6 +14,7 @@ from headway.rehearse.step_sizes import step_sizes
 from headway.rehearse.streams import Device
 from headway.train.assembly import assemble_step
 from headway.train.flops import Flops
+from headway.train.unread_batches import rehearsed_batch, unread_tokenizers
 
 
 def rehearse_whole(recipe: Recipe, devices: int, rank: int) -> Record:

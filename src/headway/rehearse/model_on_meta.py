@@ -4,7 +4,7 @@ import torch
 
 from headway.models import BuiltModel, build_model
 from headway.recipe import Recipe
-from headway.rehearse.batches import unread_tokenizers
+from headway.train.unread_batches import unread_tokenizers
 
 
 def model_on_meta(recipe: Recipe) -> BuiltModel:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from headway.recipe import LayoutRecipe, Recipe
-from headway.rehearse.batches import rehearsed_batch
 from headway.rehearse.model_on_meta import model_on_meta
 from headway.train.assembly import flops_of, objective_of
+from headway.train.unread_batches import rehearsed_batch
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from headway.data import Batch, Collate, Source, Tokenizer, open_sources, open_tokenizer
 from headway.errors import UserError
 from headway.models import BuiltModel, DenoisingModel, build_model, image_tokens, timestep_shift
 from headway.parallel import Masters, Meshes, Ranks, checkpoint_activations
-from headway.parallel.pipeline import Pipeline
+from headway.parallel.pipeline import BlockCosts, Pipeline
 from headway.recipe import FlowMatchingRecipe, NextTokenRecipe, Recipe, VisionLanguageRecipe, accumulation
+from headway.train.block_costs import block_costs
 from headway.train.ema import Ema
 from headway.train.flops import Flops, MicroBatchFlops
 from headway.train.layout import Layout, lay_out
@@ -65,21 +68,20 @@ class Assembly(StepParts):
     """Of diffusion models with prompts to draw."""
 
 
-def assemble(recipe: Recipe, ranks: Ranks, directory: Path) -> Assembly:
+def assemble(recipe: Recipe, ranks: Ranks, directory: Path, build: Callable[..., BuiltModel] = build_model) -> Assembly:
     """Open the data, build, lay out and fill the model, and make what trains it. Raises UserError.
 
     Every rank must call it. ``directory`` keeps tokenizers made from captions, and indexes of the data when the recipe
-    names no other place for them.
+    names no other place for them. ``build``: as ``build_model``, what gives the model that is laid out.
     """
     tokenizer = _language_tokenizer(recipe)
     training, validation = open_sources(
         recipe.data, cache=recipe.data.cache or directory / "data", tokenizer=tokenizer, seed=recipe.run.seed
     )
     made = make_tokenizers(recipe.model, training, directory, write=ranks.is_first)
-    built = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
+    built = build(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
     collate, validation_collate = _collates(recipe, built, tokenizer)
-    copy = build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
-    step = assemble_step(recipe, ranks, built, flops_of(recipe, copy), training.fingerprint)
+    step = assemble_step(recipe, ranks, built, _counts_when_asked(recipe, made), training.fingerprint)
     return Assembly(
         **vars(step),
         training_data=training,
@@ -96,7 +98,8 @@ def assemble_step(
     """Lay out and fill ``built``, and make what trains it. Every rank must call it. Raises UserError."""
     meshes = Meshes(recipe.layout, ranks.rank, ranks.world, ranks.device.type)
     micro_batches = accumulation(recipe.run.global_batch, recipe.run.micro_batch, meshes.sizes.data)
-    layout = lay_out(recipe, built, meshes, ranks, micro_batches=micro_batches)
+    costs = partial(block_costs_of, recipe, built)
+    layout = lay_out(recipe, built, meshes, ranks, micro_batches=micro_batches, costs=costs)
     masters = Masters(layout.laid_out.parameters(), meshes.sizes.stage)
     objective = objective_of(recipe, built, layout)
     blocks = {id(parameter) for _, block in built.blocks for parameter in block.parameters()}
@@ -116,11 +119,26 @@ def assemble_step(
     )
 
 
+def _counts_when_asked(recipe: Recipe, tokenizers: Mapping[str, PreTrainedTokenizerBase]) -> CountFlops:
+    """Builds the model again for it when the first micro-batch is to be counted."""
+    count = cache(
+        lambda: flops_of(
+            recipe, build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=tokenizers)
+        )
+    )
+    return lambda tensors: count()(tensors)
+
+
 def flops_of(recipe: Recipe, copy: BuiltModel) -> MicroBatchFlops:
     """Counts what a micro-batch costs on ``copy``: the whole model, built for this and left on meta."""
     checkpoint_activations([block for _, block in copy.blocks], recipe.memory.activation_checkpointing)
     objective = objective_of(recipe, copy)
     return MicroBatchFlops(copy.module, lambda tensors: objective.loss(copy.module, Batch(tensors, positions=[])))
+
+
+def block_costs_of(recipe: Recipe, built: BuiltModel) -> BlockCosts:
+    """What the blocks of ``built``, whole and on meta, cost: see ``block_costs``."""
+    return block_costs(recipe, built, objective_of(recipe, built))
 
 
 def _passes(
@@ -130,8 +148,9 @@ def _passes(
         return SequentialPasses(built.module, layout.whole, objective)
     assert layout.staged is not None
     # A denoiser is given whole latents, of which ranks of cp have their tokens between blocks; a decoder is given its
-    # own tokens already.
-    shards = 1 if built.frozen is None else meshes.sizes.cp
+    # own tokens already, which ranks of tp split further.
+    split = meshes.sizes.tp if recipe.layout.sequence_parallel else 1
+    shards = split if built.frozen is None else meshes.sizes.cp
     pipeline = Pipeline(
         layout.staged,
         objective.predict,

@@ -6,11 +6,12 @@ causal or a document mask (MaxText halves it since July 2025). Its backward pass
 that a fused kernel computes again are not counted. What activation checkpointing computes again is kept apart, for HFU.
 """
 
+import bisect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
 aten = torch.ops.aten
+T = TypeVar("T")
 
 SHAPES_COUNTED = 64
 """Counting takes about a second a set of shapes: pictures that all differ in size must not slow the training down."""
@@ -51,18 +53,39 @@ def count_flops(forward_and_loss: Callable[[], Tensor], model: nn.Module) -> Flo
     Works on any device. With ``model`` on meta nothing is computed and any size takes about a second: give it a batch
     made by ``on_meta``. Gradients that ``model`` had are put back.
     """
+    return add(count_flops_of_parts(forward_and_loss, model, []))
+
+
+def count_flops_of_parts(
+    forward_and_loss: Callable[[], Tensor], model: nn.Module, blocks: Sequence[nn.Module]
+) -> list[Flops]:
+    """As ``count_flops``: of what comes before the first of ``blocks``, of each of them, and of what comes after them.
+
+    The forward pass must call ``blocks`` once each, in their order. What runs between two belongs to the former.
+    """
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
+    parts = _Parts(blocks)
     try:
-        with _WrittenIntegers(), _Counter() as counter:
+        with _WrittenIntegers(), _Counter(parts) as counter:
             loss = forward_and_loss()
             counter.phase = "backward"
             if loss.requires_grad:
                 loss.backward()
     finally:
+        parts.close()
         for parameter, gradient in kept:
             parameter.grad = gradient
-    return Flops(counter.counts["forward"], counter.counts["backward"], counter.counts["recomputed"])
+    return [
+        Flops(*(counter.counts[part, phase] for phase in ("forward", "backward", "recomputed")))
+        for part in range(len(blocks) + 2)
+    ]
+
+
+def run_on_meta(function: Callable[[], T]) -> T:
+    """The result of ``function`` on tensors made by ``on_meta``, where models run as they do when they are counted."""
+    with _WrittenIntegers(), _Counter(_Parts([])):
+        return function()
 
 
 def utilisation(
@@ -120,17 +143,51 @@ def on_meta(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+class _Parts:
+    """To which part of a model an operator belongs: before (0), in (1, 2, …) and after (their number + 1) its blocks.
+
+    In the forward pass hooks of the blocks tell. In the backward pass it is the part that made the autograd node at
+    work: nodes are numbered as they are made.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.now = 0
+        self._first_nodes = [0]
+        """Of each part so far, in order."""
+        self._hooks = [
+            block.register_forward_pre_hook(lambda module, args, part=part: self._begin(part))
+            for part, block in enumerate(blocks, start=1)
+        ]
+        if blocks:
+            self._hooks.append(blocks[-1].register_forward_hook(lambda module, args, out: self._begin(len(blocks) + 1)))
+
+    def of_backward(self) -> int:
+        """The part whose gradients are being computed."""
+        node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        return bisect.bisect_right(self._first_nodes, node._sequence_nr()) - 1
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, part: int) -> None:
+        self.now = part
+        self._first_nodes.append(torch.autograd._get_sequence_nr())
+
+
 class _Counter(TorchDispatchMode):
-    """Adds up the operations of every operator, by phase, and lets floats on meta meet integers on the CPU.
+    """Adds up the operations of every operator, by part and phase, and lets floats on meta meet integers on the CPU.
 
     An operator whose operands are partly on meta runs on meta. Integers that are made for, or moved to, meta stay on
     the CPU, where they have values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: _Parts) -> None:
         super().__init__()
         self.phase = "forward"
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[tuple[int, str]] = Counter()
+        self._parts = parts
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -142,7 +199,8 @@ class _Counter(TorchDispatchMode):
         if formula is not None:
             # A backward pass runs with gradients off; a checkpointed region runs its forward pass again with them on.
             again = self.phase == "backward" and torch.is_grad_enabled()
-            self.counts["recomputed" if again else self.phase] += formula(*args, **kwargs, out_val=result)
+            part = self._parts.now if self.phase == "forward" else self._parts.of_backward()
+            self.counts[part, "recomputed" if again else self.phase] += formula(*args, **kwargs, out_val=result)
         return result
 
 

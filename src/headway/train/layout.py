@@ -1,5 +1,6 @@
 """A built model in the recipe's layout: stages, what is divided inside each, sharding, and only then values."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from headway.parallel import (
     emulate_bfloat16_products,
     has_bfloat16_instructions,
     offload_activations,
+    overlap_tensor_parallel,
     shard,
 )
 from headway.parallel.context_parallel import (
@@ -30,7 +32,7 @@ from headway.parallel.context_parallel import (
     check_context_parallel,
 )
 from headway.parallel.expert_parallel import apply_expert_parallel, check_expert_parallel
-from headway.parallel.pipeline import PipelinePlan, StagedModel, plan_pipeline, split_into_stages
+from headway.parallel.pipeline import BlockCosts, PipelinePlan, StagedModel, plan_pipeline, split_into_stages
 from headway.recipe import Recipe, Sizes
 from headway.train.routing import Routing, routing_of
 
@@ -73,17 +75,28 @@ class _Part:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Repeated blocks of this stage."""
-        return [block for _, block in self.built.blocks]
+        """Repeated blocks of this stage in the order in which they run: text encoders' before the denoiser's."""
+        main = set(self.main.modules())
+        return sorted((block for _, block in self.built.blocks), key=main.__contains__)
 
 
-def lay_out(recipe: Recipe, built: BuiltModel, meshes: Meshes, ranks: Ranks, *, micro_batches: int) -> Layout:
+def lay_out(
+    recipe: Recipe,
+    built: BuiltModel,
+    meshes: Meshes,
+    ranks: Ranks,
+    *,
+    micro_batches: int,
+    costs: Callable[[], BlockCosts],
+) -> Layout:
     """Lay ``built`` out on meta tensors, then fill each rank's own slices.
 
-    ``micro_batches`` of one rank and step. Raises UserError, before anything is changed, for a layout that the model
-    can't have.
+    ``micro_batches`` of one rank and step; ``costs`` of blocks, by which a pipeline's stages are balanced. Raises
+    UserError, before anything is changed, for a layout that the model can't have.
     """
-    plan = _check(recipe, built, meshes, micro_batches)
+    plan = _check(recipe, built, meshes, micro_batches, costs)
+    if recipe.layout.async_tensor_parallel and recipe.run.compile:
+        overlap_tensor_parallel(meshes.tp, ranks.device)
     # Muon orthogonalises in bfloat16 whatever the compute dtype is.
     in_bfloat16 = recipe.precision.compute == "bfloat16" or recipe.optim.kind == "muon"
     if ranks.device.type == "cpu" and in_bfloat16 and not has_bfloat16_instructions():
@@ -119,7 +132,9 @@ def lay_out(recipe: Recipe, built: BuiltModel, meshes: Meshes, ranks: Ranks, *, 
     return layout
 
 
-def _check(recipe: Recipe, built: BuiltModel, meshes: Meshes, micro_batches: int) -> PipelinePlan | None:
+def _check(
+    recipe: Recipe, built: BuiltModel, meshes: Meshes, micro_batches: int, costs: Callable[[], BlockCosts]
+) -> PipelinePlan | None:
     """Refuses what can't work, and says how a pipeline is cut where there is one."""
     layout, size = recipe.layout, meshes.sizes
     main = built.components[0].module
@@ -136,6 +151,7 @@ def _check(recipe: Recipe, built: BuiltModel, meshes: Meshes, micro_batches: int
         micro_batches=micro_batches,
         compiled=recipe.run.compile,
         checkpointing=recipe.memory.activation_checkpointing,
+        costs=costs,
     )
 
 

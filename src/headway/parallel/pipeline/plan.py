@@ -8,7 +8,7 @@ from torch import nn
 
 from headway.errors import UserError
 from headway.parallel.pipeline.cuts import BlockCosts, balanced_cuts, check_cuts, matrix_elements
-from headway.parallel.pipeline.families import find_pipelined
+from headway.parallel.pipeline.families import Pipelined, find_pipelined
 from headway.recipe import LayoutRecipe
 
 
@@ -104,13 +104,13 @@ def plan_pipeline(
     micro_batches: int,
     compiled: bool,
     checkpointing: str = "none",
-    costs: BlockCosts | None = None,
+    costs: Callable[[], BlockCosts] | None = None,
 ) -> PipelinePlan:
     """The plan for ``layout`` (pp > 1) of ``module``, which must still be whole and may be on meta.
 
     ``micro_batches`` of one rank and step; ``compiled``: blocks go through torch.compile; ``checkpointing``: of
-    activations, as the recipe calls it; ``costs``: measured or rehearsed, to balance stages by (None: matrix elements).
-    Raises UserError for what can't work, with what can.
+    activations, as the recipe calls it; ``costs``: measured or counted, to balance stages by, asked for when the recipe
+    has no cuts (None: matrix elements). Raises UserError for what can't work, with what can.
     """
     kind = SCHEDULES[layout.pp_schedule]
     stages = layout.pp * _stages_per_rank(layout, kind)
@@ -131,12 +131,16 @@ def plan_pipeline(
     if layout.pp_cuts is not None:
         check_cuts(layout.pp_cuts, len(blocks), stages, first_blocks)
         return PipelinePlan(layout.pp_schedule, layout.pp, tuple(layout.pp_cuts))
-    costs = costs or BlockCosts(
+    known = _elements(pipelined) if costs is None else costs()
+    return PipelinePlan(layout.pp_schedule, layout.pp, balanced_cuts(known, stages, first_blocks))
+
+
+def _elements(pipelined: Pipelined) -> BlockCosts:
+    return BlockCosts(
         entry=matrix_elements(pipelined.ends([*pipelined.recipe.entry])),
-        blocks=tuple(matrix_elements([block]) for block in blocks),
+        blocks=tuple(matrix_elements([block]) for _, block in pipelined.blocks()),
         exit=matrix_elements(pipelined.ends([*pipelined.recipe.exit])),
     )
-    return PipelinePlan(layout.pp_schedule, layout.pp, balanced_cuts(costs, stages, first_blocks))
 
 
 def _stages_per_rank(layout: LayoutRecipe, kind: ScheduleKind) -> int:
