@@ -110,6 +110,17 @@ def test_memory_that_grows_over_the_run_is_told(writer, growth, found, tmp_path)
     assert ("log-memory-growth" in ids(explained(tmp_path, writer(noise(), losses(), memory)))) is found
 
 
+def test_a_peak_that_is_found_step_by_step_and_settles_is_no_growth(tmp_path):
+    memory = [40.0 * (1.2 - 0.2 * 0.9**step) for step in range(STEPS)]
+    assert ids(explained(tmp_path, torchtitan(noise(), losses(), memory))) == []
+
+
+def test_one_slow_row_that_costs_little_is_no_finding(tmp_path):
+    seconds = noise()
+    seconds[70] = 6.0
+    assert ids(explained(tmp_path, megatron(seconds, losses(), [4.0] * STEPS))) == []
+
+
 def test_a_jump_of_the_loss_says_whether_it_came_back(tmp_path):
     back = losses()
     back[60] = 9.0

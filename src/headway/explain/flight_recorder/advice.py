@@ -31,8 +31,8 @@ ADVICE = {
     HangClass.NEVER_JOINED: Advice(
         Confidence.HIGH,
         "Look at that rank's host: `py-spy dump --pid PID` (a lock that is held, a loader that waits, a save, a file "
-        "system that blocks), its log's last lines, dmesg of its node. Leave its node out and restart from the newest "
-        "checkpoint if the host shows no cause",
+        "system that blocks), its log's last lines, dmesg of its node. If its loop has ended, it had fewer batches "
+        "than the others. Leave its node out and restart from the newest checkpoint if the host shows no cause",
         "The run passes this collective without that node, or with the call that held the host taken out",
         "The rank's stack stands inside a collective, or its dump was written long before the others'",
     ),

@@ -38,7 +38,7 @@ def _stalls(series: Series) -> Finding | None:
     stalls = stalls_of(series)
     if stalls is None:
         return None
-    lost = stalls.lost_s * 1e6
+    lost, share = stalls.lost_s * 1e6, stalls.lost_s / stalls.window_s
     gain = Recoverable.of_window(lost / 2, lost, stalls.window_s * 1e6) if series.in_seconds else None
     usual = f"{stalls.usual:.3g} s" if series.in_seconds else "the usual"
     places = ", ".join(str(step) for step in stalls.steps[:6]) + (", …" if len(stalls.steps) > 6 else "")
@@ -46,9 +46,9 @@ def _stalls(series: Series) -> Finding | None:
     id, title, cause, fix, recipe = _stall_of(stalls)
     return Finding(
         id=id,
-        title=title.format(share=stalls.lost_s / stalls.window_s),
-        claim=f"{len(stalls.steps)} rows after the warm-up take up to {stalls.worst / stalls.usual:.1f} times {usual} "
-        f"a step (steps {places}); together they lose {stalls.lost_s / stalls.window_s:.1%} of the time.{period}",
+        title=title.format(share=share),
+        claim=f"After the warm-up these rows take up to {stalls.worst / stalls.usual:.1f} times {usual} a step: "
+        f"steps {places} ({len(stalls.steps)} of {len(series.rows)} rows). They lose {share:.1%} of the time.{period}",
         cause_class=cause,
         confidence=Confidence.HIGH if stalls.beside else Confidence.MEDIUM,
         evidence=(_rows_evidence(series, stalls.rows, "slow rows"), *_notes_evidence(series, stalls.beside)),
@@ -242,7 +242,10 @@ def _memory_growth(series: Series) -> Finding | None:
     if len(memory) < 2 * FEWEST_ROWS:
         return None
     parts = [float(np.median(part)) for part in np.array_split(memory, 4)]
-    if any(later <= earlier for earlier, later in pairwise(parts)) or parts[-1] < (1 + _GROWTH_SHARE) * parts[0]:
+    grown = parts[-1] - parts[0]
+    # A peak that is only found step by step rises too, but less and less.
+    settles = parts[3] - parts[2] < grown / 6
+    if any(later <= earlier for earlier, later in pairwise(parts)) or settles or grown < _GROWTH_SHARE * parts[0]:
         return None
     return Finding(
         id="log-memory-growth",

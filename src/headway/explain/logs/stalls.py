@@ -11,7 +11,8 @@ from headway.explain.logs.series import Happening, Note, Series
 
 _FEWEST_ROWS = 8
 _SLOW, _SPREADS = 1.25, 6
-_LOST_SHARE = 0.01
+_LOST_SHARE, _LOST_SHARE_OF_ONE = 0.01, 0.03
+"""Of the time; a single slow row happens in any run."""
 _REGULAR = 0.7
 _CAUSES = (Happening.CHECKPOINT, Happening.VALIDATION, Happening.GARBAGE_COLLECTION)
 
@@ -47,7 +48,7 @@ def stalls_of(series: Series) -> Stalls | None:
     slow = [int(place) for place in known if pace[place] > max(_SLOW * usual, usual + _SPREADS * spread)]
     lost = float(sum((pace[place] - usual) * series.covered[place] for place in slow))
     window = float((pace[known] * series.covered[known]).sum())
-    if not slow or lost < _LOST_SHARE * window:
+    if not slow or lost < (_LOST_SHARE if len(slow) > 1 else _LOST_SHARE_OF_ONE) * window:
         return None
     steps = tuple(series.rows[place].step for place in slow)
     return Stalls(

@@ -228,7 +228,7 @@ def _gains(path: Path, baseline: Trial, judged: Sequence[Judged], noise: float) 
     return Finding(
         id="tuning-gains",
         title=f"{len(worth)} changes were worth more than noise: {baseline.rate:,.0f} to {best.rate:,.0f}",
-        claim=f"Of {len(judged)} trials these beat the best before them by more than {noise:.1%}: {listed}.",
+        claim=f"Of {len(judged)} trials in {path.name} these beat the best before by more than {noise:.1%}: {listed}.",
         cause_class=CauseClass.TUNING,
         confidence=Confidence.HIGH,
         evidence=tuple(_evidence(path, one) for one in sorted(worth, key=lambda one: -one.gain)[:8]),
@@ -249,7 +249,7 @@ def _confounded(path: Path, judged: Sequence[Judged], noise: float) -> Finding |
     return Finding(
         id="tuning-confounded",
         title=f"{len(others)} trials do other work ({', '.join(what[:4])}): their throughput is no comparison",
-        claim=f"{len(others)} rows change the sequence length, the batch, the logging or run a profiler along. "
+        claim=f"{len(others)} rows of {path.name} change the sequence length, the batch, the logging or run a profiler. "
         f"{len(faster)} of them look faster than the best before them and are not counted as a speed-up.",
         cause_class=CauseClass.TUNING,
         confidence=Confidence.HIGH,
@@ -270,7 +270,7 @@ def _within_noise(path: Path, judged: Sequence[Judged], noise: float) -> Finding
     return Finding(
         id="tuning-within-noise",
         title=f"{len(kept)} kept changes lie within the noise of {noise:.1%}",
-        claim="Kept, but not told apart from no change at all: "
+        claim=f"Kept in {path.name}, but not told apart from no change at all: "
         + "; ".join(f"{one.gain:+.1%} {one.trial.description[:80]}" for one in kept)
         + ".",
         cause_class=CauseClass.TUNING,
