@@ -145,7 +145,9 @@ def test_kernels_of_unknown_names_beside_the_main_stream_are_shown_as_unclassifi
     found = budget_json(view_of(trace.write(tmp_path / "trace.json")))["unclassified"]
     assert found["kernels"] == [{"name": "my_secret_transport", "count": 1}]
     assert found["share_of_busy"] == pytest.approx(100 / 900, rel=0.05)
-    named = budget_json(view_of(TRACES / "mi300_resnet_activation_checkpoint_rank0of8.json.gz"))["unclassified"]
+    for event in trace.events:
+        event["name"] = event["name"].replace("my_secret_transport", "void at::native::elementwise_kernel<128, 4>")
+    named = budget_json(view_of(trace.write(tmp_path / "trace.json")))["unclassified"]
     assert named == {"share_of_busy": 0.0, "kernels": []}
 
 

@@ -1,19 +1,14 @@
 """Collectives of all ranks side by side: who came last, waiting against transfer, clocks that differ."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.explain import explain
 from headway.explain.collectives import RankCollectives, align, clock_offsets_ns
-from headway.explain.kineto import read_rank
-from headway.explain.rank_part import rank_part
 
-DLRM = Path(__file__).parents[2] / "shared" / "traces" / "kineto" / "dlrm_8rank"
 MS = 1_000_000
 
 
@@ -29,18 +24,6 @@ def rank_of(rank: int, starts, ends, sizes=None, clock: int = 0) -> RankCollecti
         names=("ncclDevKernel_AllReduce",) * count,
         span=np.arange(count),
     )
-
-
-@pytest.mark.skipif(not DLRM.exists(), reason="the public traces are not here")
-def test_waiting_and_transfer_of_a_public_run_of_eight_ranks():
-    """The known answers of the traces' README."""
-    parts = [rank_part(trace) for path in sorted(DLRM.glob("*.gz")) for trace in read_rank(path)]
-    (aligned,) = align([part.collectives for part in parts])
-    assert aligned.last_rank.tolist() == [7, 7, 7, 7, 7, 5, 5, 4]
-    assert (aligned.wait_ns.sum(axis=0) // 1000).tolist() == [5580, 11125, 3280, 9571, 6370, 6041, 3342, 1534]
-    assert (aligned.transfer_ns // 1000).tolist() == [11, 8, 8, 8, 87, 11, 23, 69]
-    assert aligned.residual_ns.max() == 7_000
-    assert not aligned.offset_ns.any()
 
 
 arrivals = st.lists(st.lists(st.integers(0, 5 * MS), min_size=3, max_size=3), min_size=3, max_size=8)
@@ -110,15 +93,3 @@ def test_of_a_mesh_each_group_is_aligned_by_itself_and_clocks_are_followed_from_
     assert all(len(one) == 3 and one.left_out == 0 for one in aligned)
     assert all(not one.wait_ns.any() for one in aligned)
     assert clock_offsets_ns(aligned) == {number: 10 * MS * number for number in range(4)}
-
-
-@pytest.mark.skipif(not DLRM.exists(), reason="the public traces are not here")
-def test_a_straggler_masked_as_communication_is_called_a_straggler():
-    report = explain([DLRM])
-    found = {finding.id: finding for finding in report.explained.findings}
-    straggler = found["straggler-masked-as-communication"]
-    assert straggler.evidence[0].ranks == (7,)
-    assert straggler.evidence[0].count == 5
-    assert "96.5 % of the time in collectives is waiting" in straggler.claim
-    assert not [name for name in found if name.startswith("exposed")]
-    assert "NCCL" not in straggler.title

@@ -52,6 +52,23 @@ def steps(path: Path, work_us: float = 500, loader_us: float = 200, jitter: floa
     return trace.write(path)
 
 
+def known_answers_of_the_eight_ranks(result) -> None:
+    """Who came last, waiting and transfer as the traces' README has them; a masked straggler is called one."""
+    found = result["collectives"]
+    in_order = sorted(found["instances"], key=lambda one: (one["collective"], one["number"]))
+    reduces, sends = in_order[:3], in_order[3:]
+    assert [one["last_rank"] for one in sends + reduces] == [7, 7, 7, 7, 5, 7, 5, 4]
+    assert [round(one["transfer_us"]) for one in sends + reduces] == [11, 8, 8, 8, 11, 87, 23, 69]
+    assert [round(us) for us in found["wait_us"].values()] == [5580, 11125, 3280, 9571, 6370, 6041, 3342, 1534]
+    assert set(found["clock_offset_us"].values()) == {0}
+    straggler = next(one for one in result["findings"] if one["cause_class"] == "straggler")
+    assert straggler["id"] == "straggler-masked-as-communication"
+    assert straggler["evidence"][0]["ranks"] == [7]
+    assert straggler["evidence"][0]["count"] == 5
+    assert "96.5 % of the time in collectives is waiting" in straggler["claim"]
+    assert not [one["id"] for one in result["findings"] if one["id"].startswith("exposed-a")]
+
+
 @pytest.mark.skipif(not DLRM.exists(), reason="the public traces are not here")
 def test_a_folder_of_ranks_becomes_one_report(monkeypatch, capsys, tmp_path):
     out = tmp_path / "report.json"
@@ -65,6 +82,7 @@ def test_a_folder_of_ranks_becomes_one_report(monkeypatch, capsys, tmp_path):
     shares = [finding["recoverable"]["share"] for finding in result["findings"]]
     assert shares == sorted(shares, reverse=True)
     assert result["health"]["verdict"] == "caveats"
+    known_answers_of_the_eight_ranks(result)
     assert {one["kind"] for one in result["inputs"]} == {"kineto"}
 
 

@@ -118,6 +118,18 @@ def test_one_rank_of_several_can_not_tell_waiting_from_transfer(tmp_path):
     assert health(trace, tmp_path)[1] == {"single-rank": "warning"}
 
 
+def test_traces_of_different_runs_are_not_laid_side_by_side(tmp_path):
+    for rank, world in ((0, 2), (1, 4)):
+        trace = healthy(world=world, rank=rank)
+        trace.collective("all_reduce", trace.now + 5_000)
+        finish(trace)
+        trace.write(tmp_path / f"rank{rank}.json")
+    report = explain([tmp_path])
+    assert report.verdict == "inconclusive"
+    assert [message.id for message in report.explained.health] == ["mixed-runs"]
+    assert "collectives" not in report.explained.details
+
+
 def test_a_run_of_several_ranks_without_communication_is_told(tmp_path):
     assert health(healthy(world=4), tmp_path)[1]["no-communication"] == "warning"
 

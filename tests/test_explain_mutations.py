@@ -97,7 +97,7 @@ def test_two_ranks_of_which_one_is_mutated(tmp_path):
     plain = json.dumps(trace())
     (tmp_path / "rank0.json").write_text(plain)
     other: Path = tmp_path / "rank1.json"
-    for _ in range(25):
+    for _ in range(10):
         members = json.loads(plain)
         members["distributedInfo"]["rank"] = 1
         other.write_bytes(mutated(members, chance))

@@ -109,6 +109,7 @@ class Aligned:
                     "last_rank": last,
                     "largest_wait_us": waits / 1000,
                     "transfer_us": transfer / 1000,
+                    "gb_per_s": None if size == UNKNOWN or not transfer else size / transfer,
                 }
                 for key, size, last, waits, transfer in zip(
                     self.key,

@@ -28,13 +28,14 @@ def explain_parts(parts: Sequence[RankPart]) -> Explained:
     parts = sorted(parts, key=lambda part: part.rank)
     health = [message for part in parts for message in part.health]
     sound = [part for part in parts if part.is_conclusive]
-    aligned = align([part.collectives for part in sound if part.collectives is not None])
     health += _ranks_health(sound)
+    one_run = len(_world_sizes(sound)) < 2
+    aligned = align([part.collectives for part in sound if part.collectives is not None]) if one_run else ()
     health += _alignment_health(aligned)
     findings = merged([finding for part in sound for finding in part.findings], len(sound))
     if sound:
         findings += find_communication(sound, aligned)
-        findings += find_stragglers(sound, aligned)
+        findings += find_stragglers(sound, aligned) if one_run else ()
     return Explained(
         health=tuple(health),
         ranks=tuple(dict(part.budget) for part in parts if part.budget is not None),
@@ -62,9 +63,21 @@ def _kernels(parts: Sequence[RankPart]) -> list[dict[str, Any]]:
     ]
 
 
+def _world_sizes(parts: Sequence[RankPart]) -> list[int]:
+    return sorted({part.world_size for part in parts if part.world_size})
+
+
 def _ranks_health(parts: Sequence[RankPart]) -> Iterator[HealthMessage]:
     """What is known only of all traces together."""
-    world = max((part.world_size for part in parts), default=0)
+    sizes = _world_sizes(parts)
+    if len(sizes) > 1:
+        text = (
+            f"the files are of different runs, of {', '.join(map(str, sizes))} ranks: what compares ranks is left out, "
+            "and bounds over all ranks mean nothing; explain each run by itself"
+        )
+        yield HealthMessage("mixed-runs", Severity.FAILED, text)
+        return
+    world = max(sizes, default=0)
     ranks = tuple(part.rank for part in parts)
     if world > 1 and len(ranks) == 1:
         text = (
