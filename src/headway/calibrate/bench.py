@@ -30,8 +30,11 @@ class Bench:
 
         The median leaves out what the system does at times: a few slow samples do not move it.
         """
+        warm = time.perf_counter() + self.seconds
         for _ in range(WARM_UPS):
             call()
+            if time.perf_counter() > warm:
+                break
         size = self._sample_size(call)
         dist.barrier()
         samples: list[float] = []

@@ -23,6 +23,8 @@ KERNEL = "measured"
 """Name of the attention kernel that torch chooses here."""
 SLOWDOWN_RANGE = (0.5, 1.5)
 """Of the slowdown beside communication (judgement): it depends on what runs beside what."""
+LEAST_SLOWDOWN = 0.01
+"""A measurement below it is noise."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def cluster_from(measured: Measurement) -> Cluster:
         document["achieved"]["memory"]["startup_us"] = 0.0  # a call's own time is the host's, which computes
     if measured.slowdown is not None:
         low, high = SLOWDOWN_RANGE
-        slowdown = measured.slowdown
+        slowdown = max(measured.slowdown, LEAST_SLOWDOWN)
         document["achieved"]["compute_slowdown"] = [rounded(slowdown * part) for part in (1, low, high)]
     document["achieved"]["host"] |= _copies(measured, known)
     cluster = parse_cluster(document, source="calibrate")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,8 +94,11 @@ def _calls(x: Tensor) -> Iterator[tuple[str, str, int, Callable[[], object]]]:
     yield BANDWIDTH, "copy", 2 * size, lambda: y.copy_(x)
     yield "pointwise", "add", 3 * size, lambda: x + y
     yield "pointwise", "scale", 2 * size, lambda: x * 0.5
-    yield "pointwise", "silu", 2 * size, lambda: aten.silu(x)
-    yield "pointwise", "silu backward", 3 * size, lambda: aten.silu_backward(y, x)
+    narrow = x.bfloat16()
+    for z, name, bytes_ in ((x, "", size), (narrow, " of bfloat16", size // 2)):
+        yield "activation", f"silu{name}", 2 * bytes_, partial(aten.silu, z)
+        yield "activation", f"gelu{name}", 2 * bytes_, partial(aten.gelu, z, approximate="tanh")
+        yield "activation", f"gelu backward{name}", 3 * bytes_, partial(aten.gelu_backward, z, z, approximate="tanh")
     normalised = lambda: aten.native_layer_norm(x, [WIDTH], weight, weight, 1e-5)  # noqa: E731
     _, mean, deviation = normalised()
     yield "normalisation", "layer norm", 2 * size, normalised
@@ -106,7 +110,6 @@ def _calls(x: Tensor) -> Iterator[tuple[str, str, int, Callable[[], object]]]:
     )
     yield "softmax", "log softmax", 2 * size, lambda: aten._log_softmax(x, -1, False)
     yield "softmax", "log softmax backward", 3 * size, lambda: aten._log_softmax_backward_data(y, x, -1, x.dtype)
-    narrow = x.bfloat16()
     yield "cast", "to bfloat16", size * 3 // 2, lambda: x.bfloat16()
     yield "cast", "to float32", size * 3 // 2, lambda: narrow.float()
     heads = x.view(rows // 16, 16, WIDTH // 16, 16).transpose(1, 2)

@@ -1,7 +1,7 @@
 """``headway calibrate``: what this machine reaches, measured, as a cluster file."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,6 +25,9 @@ def calibrate(
             show_default=False,
         ),
     ] = None,
+    effort: Annotated[
+        Literal["full", "short"], typer.Option(help="How long to measure; short: a third of the time, wider ranges.")
+    ] = "full",
     json_: JsonPath = None,
 ) -> None:
     """Measure this machine, its products, attention, memory, collectives, copies and host, and write a cluster file.
@@ -34,10 +37,11 @@ def calibrate(
     All ranks measure at the same time, as they compute in training: what they share is slower for each. Leave the
     machine alone meanwhile. Each number in the file has its range and says where and when it was measured.
     """
+    from headway.calibrate import FULL, SHORT, device_type
     from headway.calibrate import calibrate as measure
     from headway.cluster import cluster_toml
 
-    found = measure(ranks)
+    found = measure(ranks, {"full": FULL, "short": SHORT}[effort][device_type()])
     try:
         to.write_text(cluster_toml(found.cluster), encoding="utf-8")
     except OSError as error:

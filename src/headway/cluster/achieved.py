@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headway.cluster.catalogue import Accelerator, Precision
 
-OperatorKind = Literal["pointwise", "normalisation", "softmax", "cast", "permute", "optimizer"]
+OperatorKind = Literal["pointwise", "activation", "normalisation", "softmax", "cast", "permute", "optimizer"]
+"""``activation``: transcendental functions of each element, which a CPU does not compute as fast as it moves them."""
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

@@ -12,8 +12,9 @@ Phase = Literal["forward", "recompute", "backward", "optimizer", "other"]
 """``optimizer``: update, gradient clipping and averages of weights; ``other``: votes, gradient norm, what else is
 outside of the passes."""
 OperatorKind = Literal[
-    "product", "attention", "pointwise", "normalisation", "softmax", "cast", "permute", "optimizer", "collective"
-]
+    "product", "attention", "pointwise", "activation", "normalisation", "softmax", "cast", "permute", "optimizer",
+    "collective",
+]  # fmt: skip
 """How an operator is charged: ``product`` and ``attention`` by their ``work``, ``collective`` by its ``collective``,
 the others by ``bytes_moved`` (the names of ``cluster``'s kinds of memory-bound operators)."""
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]

@@ -22,6 +22,7 @@ NO_KERNEL = frozenset(
 )  # fmt: skip
 """Operators that allocate, look or relabel, and launch nothing."""
 KINDS: dict[OperatorKind, tuple[str, ...]] = {
+    "activation": ("gelu", "gelu_backward", "silu", "silu_backward", "tanh", "sigmoid", "exp", "erf", "sin", "cos"),
     "normalisation": (
         "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward",
         "native_group_norm", "native_group_norm_backward", "var_mean", "native_batch_norm",
