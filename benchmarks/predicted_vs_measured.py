@@ -164,12 +164,17 @@ def predicted(recipe: Recipe, ranks: int, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def measured(recipe: Recipe, ranks: int, folder: Path) -> dict[str, float]:
+def measured(recipe: Recipe, ranks: int, folder: Path) -> dict[str, Any]:
     """Of a real run by ``headway train``."""
     path = folder / f"{recipe.run.directory.name}.toml"
     path.write_text(to_toml(recipe))
     command = [sys.executable, "-m", "headway.cli.main", "train", str(path), "--ranks", str(ranks)]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
+    return run_of(recipe)
+
+
+def run_of(recipe: Recipe) -> dict[str, Any]:
+    """What the run of ``recipe`` measured after its warm-up."""
     lines = [json.loads(line) for line in (recipe.run.directory / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step_time_s" in line][WARM_UPS:]
     seconds = [line["step_time_s"] - line["data_wait_s"] for line in steps]
@@ -181,7 +186,7 @@ def measured(recipe: Recipe, ranks: int, folder: Path) -> dict[str, float]:
     }
 
 
-def errors(forecast: dict[str, Any], found: dict[str, float]) -> dict[str, Any]:
+def errors(forecast: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Percent of what was measured, and whether that lies in the range."""
     told = {}
     for what in ("step_time_s", "peak_memory_gib"):

@@ -177,6 +177,13 @@ def predicted_vs_measured(result: Any) -> Iterator[list[str]]:
         yield [what, f"{row['median_percent']:.1f}", f"{row['largest_percent']:.1f}", f"{100 * row['within']:.0f}"]
 
 
+def slow_link(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield ["link", "layout", "ranks", "step, predicted (ms)", "measured (ms)", "error %", "within"]
+    for case in result["cases"]:
+        yield [case["rate"], case["layout"], str(case["ranks"]), *_beside(case, "step_time_s", 1e3, ".0f")]
+
+
 def _beside(case: Any, what: str, times: float, form: str) -> list[str]:
     """Predicted with its range, measured, error, and whether the range holds what was measured."""
     value, low, high = (times * case["predicted"][what][end] for end in ("value", "low", "high"))
@@ -200,6 +207,7 @@ TABLES: dict[str, Table] = {
         cost_model,
         published_runs,
         predicted_vs_measured,
+        slow_link,
     )
 }
 TABLES_BESIDE = {
@@ -216,6 +224,8 @@ def lacking(name: str) -> str | None:
         return f"{TABLES_BESIDE[name]} is not there"
     if name == "explain_speed" and "HTA_PYTHON" not in os.environ:
         return "HTA_PYTHON does not name the Python of an environment with HolisticTraceAnalysis"
+    if name == "slow_link" and os.geteuid() != 0:
+        return "two hosts as network namespaces need root"
     return None
 
 
