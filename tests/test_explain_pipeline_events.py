@@ -9,8 +9,9 @@ import pytest
 
 from headway.errors import UserError
 from headway.explain import explain
-from headway.explain.pipeline_events import read_job, slowdown_of
+from headway.explain.pipeline_events import slowdown_of
 from headway.explain.pipeline_job import BACKWARD, FORWARD
+from headway.explain.pipeline_table import read_job
 
 STRAGGLERS = Path(__file__).parents[2] / "shared" / "traces" / "stragglers"
 SEND_S = 0.001

@@ -46,7 +46,6 @@ SYNCHRONISES = re.compile(
 """Runtime calls in which the host waits for the device, as ``cudaFree`` does for all of it."""
 _TO_PAGEABLE = re.compile(r"Memcpy DtoH .*Pageable|CopyDeviceToHost.*Pageable", re.I)
 LAUNCHES_KERNEL = re.compile(r"^(cuda|cu|hip)\w*Launch\w*(Kernel|Grid)")
-LAUNCHES_GRAPH = re.compile(r"^(cuda|cu|hip)GraphLaunch")
 
 
 def named(timeline: Timeline, pattern: re.Pattern[str], *kinds: Kind) -> Mask:
