@@ -51,7 +51,8 @@ def read_nsys(path: Path) -> list[RankTrace]:
             database.text_factory = lambda raw: raw.decode("utf-8", errors="replace")
             return _traces(_Export(path, database))
     except (sqlite3.Error, UnicodeDecodeError) as error:  # the second: of a message that quotes a damaged schema
-        raise UserError(f"{path}: the sqlite file can't be read ({error}): export it again") from None
+        told = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: the sqlite file can't be read ({told}): export it again") from None
 
 
 @dataclass(frozen=True)

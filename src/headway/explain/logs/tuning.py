@@ -249,7 +249,7 @@ def _confounded(path: Path, judged: Sequence[Judged], noise: float) -> Finding |
     return Finding(
         id="tuning-confounded",
         title=f"{len(others)} trials do other work ({', '.join(what[:4])}): their throughput is no comparison",
-        claim=f"{len(others)} rows of {path.name} change the sequence length, the batch, the logging or run a profiler. "
+        claim=f"{len(others)} rows of {path.name} change the sequence length, the batch, the logging or the profiler. "
         f"{len(faster)} of them look faster than the best before them and are not counted as a speed-up.",
         cause_class=CauseClass.TUNING,
         confidence=Confidence.HIGH,

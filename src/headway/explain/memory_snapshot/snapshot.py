@@ -85,7 +85,7 @@ def read_snapshot(path: Path) -> list[DeviceSnapshot]:
     by_device: dict[int, list[Segment]] = {}
     for entry in content["segments"]:
         if segment := _segment(entry, counted):
-            by_device.setdefault(_integer(entry.get("device")) or 0, []).append(segment)
+            by_device.setdefault(max(0, _integer(entry.get("device")) or 0), []).append(segment)
     traces = _items(content.get("device_traces"))
     settings = content.get("allocator_settings")
     devices = []
