@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -123,6 +124,29 @@ def test_bad_input_is_told_in_a_line(monkeypatch, capsys, tmp_path, content, mes
     assert len(err.strip().splitlines()) == 1
     assert str(path) in err
     assert message in err
+
+
+def test_folders_that_lead_back_to_themselves_and_pipes_are_no_trap(monkeypatch, capsys, tmp_path):
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    steps(folder / "rank0.json")
+    (folder / "again").symlink_to(folder)
+    os.mkfifo(folder / "pipe")
+    code, text, _ = run(monkeypatch, capsys, "explain", str(folder), "--json", "-")
+    assert code == 0
+    assert len(json.loads(text)["inputs"]) == 1
+    code, _, err = run(monkeypatch, capsys, "explain", str(folder / "pipe"))
+    assert code == 2
+    assert "no regular file" in err
+
+
+def test_files_of_many_ranks_are_read_in_processes_beside_each_other(monkeypatch, capsys, tmp_path):
+    for rank in range(3):
+        steps(tmp_path / f"rank{rank}.json", rank=rank)
+    _, alone, _ = run(monkeypatch, capsys, "explain", str(tmp_path), "--json", "-")
+    monkeypatch.setattr("headway.explain.kineto.WORTH_A_PROCESS_BYTES", 0)
+    _, beside, _ = run(monkeypatch, capsys, "explain", str(tmp_path), "--json", "-")
+    assert json.loads(beside) == json.loads(alone)
 
 
 def test_a_trace_that_ends_at_once_is_inconclusive(monkeypatch, capsys, tmp_path):

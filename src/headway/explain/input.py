@@ -58,6 +58,8 @@ def find_inputs(paths: Sequence[Path]) -> tuple[tuple[Input, ...], tuple[Path, .
     found: dict[Path, Input] = {}
     passed_over = []
     for path in paths:
+        if path.exists() and not path.is_dir() and not path.is_file():
+            raise UserError(f"{path} is no regular file: write what it gives to a file first")
         if not path.exists():
             raise UserError(f"{path} does not exist: name a trace, dump, snapshot, log, table, run or folder of them")
         for candidate in _candidates(path):
@@ -112,18 +114,26 @@ def _why_nothing(path: Path) -> str:
     return "not recognised by its content"
 
 
-def _candidates(path: Path) -> Iterator[Path]:
-    """``path`` itself, or what lies in the folder; a run directory stands for itself and the traces in it."""
+def _candidates(path: Path, within: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """``path`` itself, or what lies in the folder; a run directory stands for itself and the traces in it.
+
+    ``within``: the folders that lead here; a link back to one of them is not followed. Raises UserError for a folder
+    that can't be read.
+    """
     if not path.is_dir():
         yield path
     elif _is_run_directory(path):
         yield path
         if (traces := path / "traces").is_dir():
             yield from _candidates(traces)
-    else:
-        for child in sorted(path.iterdir()):
-            if not child.name.startswith("."):
-                yield from _candidates(child)
+    elif (real := path.resolve()) not in within:
+        try:
+            children = sorted(path.iterdir())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        for child in children:
+            if not child.name.startswith(".") and (child.is_dir() or child.is_file()):
+                yield from _candidates(child, (*within, real))
 
 
 def _is_run_directory(folder: Path) -> bool:

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -69,8 +70,12 @@ def _each(paths: Sequence[Path], ranks: Sequence[int]) -> list[RankPart | str]:
     if workers < 2 or sum(path.stat().st_size for path in paths) < WORTH_A_PROCESS_BYTES:
         found = [_parts(path, rank) for path, rank in zip(paths, ranks, strict=True)]
     else:
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            found = list(pool.map(_parts, paths, ranks))
+        try:
+            with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+                found = list(pool.map(_parts, paths, ranks))
+        except BrokenProcessPool:
+            text = f"a process that read {len(paths)} traces was killed, by lack of memory it seems: give fewer at once"
+            raise UserError(text) from None
     return [part for parts in found for part in parts]
 
 
