@@ -11,8 +11,13 @@ install = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 
 .PHONY: demo test lint bench soak clean
 
-demo: $(call stamp,demo) ## train a small text-to-image model on OpenMoji, draw samples, export it
-	$(BIN)/headway train examples/demo.toml --ranks 2 --export
+demo: $(call stamp,demo) runs/here.toml ## measure this machine, plan for it, train a small text-to-image model on OpenMoji
+	$(BIN)/headway plan examples/demo.toml --cluster runs/here.toml --top 2 --precision bfloat16 --explain --to runs/demo.toml
+	$(BIN)/headway train runs/demo.toml --ranks 2 --cluster runs/here.toml --export
+
+runs/here.toml: | $(call stamp,demo)
+	mkdir -p runs
+	$(BIN)/headway calibrate --ranks 2 --effort short --to $@
 
 test: lint $(call stamp,clips) ## the whole test suite
 	$(BIN)/python -m pytest

@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean
@@ -20,8 +20,10 @@ from headway.calibrate.effort import Effort
 from headway.calibrate.host import HostTime, import_models, last_level_cache_bytes, measure_host
 from headway.calibrate.memory import MemoryTime, measure_memory
 from headway.calibrate.products import ProductTime, measure_products
+from headway.train.throughput import peak_memory_gib
 
 TIMEOUT_S = 300
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ def measure(ranks: int, effort: Effort) -> Measurement:
     torch.set_num_threads(1)  # threads of this process would be missing in its children
     with tempfile.TemporaryDirectory(prefix="headway-calibrate-") as folder:
         import_models()  # once, for all ranks that are forked
+        imported = peak_memory_gib(CPU)
         method = "fork" if device_type() == "cpu" else "spawn"
-        torch.multiprocessing.start_processes(_rank_main, (ranks, folder, effort), ranks, start_method=method)
+        torch.multiprocessing.start_processes(_rank_main, (ranks, folder, effort, imported), ranks, start_method=method)
         told = [json.loads(Path(folder, f"rank-{rank}").read_text()) for rank in range(ranks)]
     return Measurement(
         ranks=ranks,
@@ -94,7 +97,8 @@ def usual_ranks() -> int:
 # In the processes
 
 
-def _rank_main(rank: int, ranks: int, folder: str, effort: Effort) -> None:
+def _rank_main(rank: int, ranks: int, folder: str, effort: Effort, imported_gib: float | None) -> None:
+    forked_gib = peak_memory_gib(CPU)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo must not depend on how the host's name resolves
     device = torch.device(device_type(), rank) if device_type() == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -108,6 +112,9 @@ def _rank_main(rank: int, ranks: int, folder: str, effort: Effort) -> None:
     dist.init_process_group(backend, store=own, rank=0, world_size=1)
     _meet(Path(folder), ranks)
     host = measure_host(device)  # first: later the peak of memory is that of what is measured
+    if device.type == "cpu" and imported_gib and forked_gib:
+        # Of what its parent had read of libraries' files a forked process counts only what it touches again.
+        host = [replace(time, process_gib=time.process_gib + imported_gib - forked_gib) for time in host]
     dist.destroy_process_group()
     store = dist.FileStore(str(Path(folder, "store")), ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S))
