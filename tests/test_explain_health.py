@@ -134,6 +134,30 @@ def test_a_run_of_several_ranks_without_communication_is_told(tmp_path):
     assert health(healthy(world=4), tmp_path)[1]["no-communication"] == "warning"
 
 
+@pytest.mark.parametrize("late_us", [9_000, 0])
+def test_lateness_before_the_first_collective_may_be_the_profiler_s_start(tmp_path, late_us):
+    for rank in range(3):
+        trace = GeneratedTrace(rank=rank, world=3)
+        for number in range(4):
+            with trace.step(number):
+                trace.launch(GEMM, 500)
+                trace.synchronise()
+                trace.work(late_us if (rank, number) == (1, 0) else 5 * rank)
+                end = 1_000_000 + 20_000 * (number + 1)
+                trace.collective("all_reduce", end)
+                trace.wait_for(end)
+        trace.write(tmp_path / f"rank{rank}.json")
+    messages = {message.id: message.severity.value for message in explain([tmp_path]).explained.health}
+    assert messages == ({"late-before-the-first": "note"} if late_us else {})
+
+
+def test_kernels_of_unknown_names_are_a_caveat(tmp_path):
+    trace = healthy()
+    trace.launch("my_secret_transport", 5_000, stream=30)
+    finish(trace)
+    assert health(trace, tmp_path) == ("caveats", {"unclassified-kernels": "warning"})
+
+
 def test_a_file_that_ends_in_the_middle_concludes_nothing(tmp_path):
     trace = healthy()
     path = trace.write(tmp_path / "trace.json")

@@ -11,7 +11,7 @@ from headway.explain.finding import HealthMessage, Severity
 from headway.explain.host import LAUNCHES_KERNEL, named
 from headway.explain.rank_trace import RankTrace
 from headway.explain.rank_view import RankView
-from headway.timeline import DEVICE_KINDS, Kind, Timeline
+from headway.timeline import DEVICE_KINDS, UNKNOWN, Kind, Timeline
 from headway.timeline.intervals import Mask
 
 COVERED_SOME, COVERED_ENOUGH = 0.95, 0.995
@@ -210,8 +210,8 @@ def _steps(view: RankView) -> Iterator[HealthMessage]:
         yield _message("no-steps", Severity.NOTE, text, view.trace)
         return
     step = view.timeline.step[view.device]
-    counts = np.array([int((step == one.number).sum()) for one in view.steps])
-    short = [view.steps[place].number for place in np.flatnonzero(2 * counts < np.median(counts)).tolist()]
+    numbers, counts = np.unique(step[step != UNKNOWN], return_counts=True)
+    short = numbers[2 * counts < np.median(counts)].tolist()
     if short and len(view.steps) > 2:
         text = (
             f"steps {', '.join(map(str, short[:5]))} have less than half the device events of the others: the trace "

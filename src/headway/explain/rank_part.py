@@ -33,6 +33,8 @@ PATHOLOGIES: tuple[Callable[[RankView], Iterator[Finding]], ...] = (
     find_profiler,
 )
 MOST_KERNEL_NAMES = 64
+UNCLASSIFIED = 0.01
+"""Share of busy time in kernels of unknown names from which the budget has a caveat."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +76,8 @@ def rank_part(trace: RankTrace) -> RankPart:
     view = RankView(trace)
     health += device_health(view)
     conclusive = all(message.severity is not Severity.FAILED for message in health)
+    budget = budget_json(view)
+    health += _unclassified(trace, budget)
     collectives = collectives_of(trace.timeline, trace.rank)
     starts, ends = collectives.start_ns, collectives.end_ns
     return RankPart(
@@ -81,7 +85,7 @@ def rank_part(trace: RankTrace) -> RankPart:
         rank=trace.rank,
         world_size=size,
         health=tuple(health),
-        budget=budget_json(view),
+        budget=budget,
         findings=tuple(finding for find in PATHOLOGIES for finding in find(view)) if conclusive else (),
         collectives=collectives,
         exposed_ns=(ends - starts) - view.compute.covered_ns(starts, ends),
@@ -91,6 +95,17 @@ def rank_part(trace: RankTrace) -> RankPart:
         step_count=view.step_count,
         kernel_ns=_kernel_times(view),
     )
+
+
+def _unclassified(trace: RankTrace, budget: Mapping[str, Any]) -> Iterator[HealthMessage]:
+    found = budget["unclassified"]
+    if found["share_of_busy"] > UNCLASSIFIED:
+        names = ", ".join(kernel["name"][:60] for kernel in found["kernels"][:3])
+        text = (
+            f"kernels beside the main stream, {found['share_of_busy']:.1%} of busy time, have names that say neither "
+            f"that they compute nor that they communicate ({names}): they count as compute"
+        )
+        yield HealthMessage("unclassified-kernels", Severity.WARNING, text, trace.file, (trace.rank,))
 
 
 def _follows_compute(view: RankView, starts: NDArray[np.int64], within_ns: int = 20_000) -> NDArray[np.bool_]:

@@ -8,7 +8,7 @@ from typing import Any
 from headway.explain.collectives import Aligned, align, clock_offsets_ns
 from headway.explain.finding import Evidence, Explained, Finding, HealthMessage, Recoverable, Severity
 from headway.explain.pathologies.communication import find_communication
-from headway.explain.pathologies.stragglers import find_stragglers
+from headway.explain.pathologies.stragglers import FIRST, find_stragglers, lateness_ns
 from headway.explain.rank_part import RankPart, rank_part
 from headway.explain.rank_trace import RankTrace
 
@@ -108,6 +108,13 @@ def _alignment_health(aligned: Sequence[Aligned]) -> Iterator[HealthMessage]:
         )
         yield HealthMessage("clock-offsets", Severity.NOTE, text, ranks=ranks)
     for one in aligned:
+        late = lateness_ns(one)
+        if len(one) > 1 and late[0] > FIRST * max(int(late.sum()), 1):
+            text = (
+                f"{late[0] / max(int(late.sum()), 1):.0%} of the lateness is before the first collective: perhaps the "
+                "profiler began at different times on different ranks; lower bounds leave it out"
+            )
+            yield HealthMessage("late-before-the-first", Severity.NOTE, text, ranks=one.ranks)
         if one.left_out > len(one):
             text = (
                 f"{one.left_out} collectives have no counterpart on all {len(one.ranks)} ranks, {len(one)} have: "

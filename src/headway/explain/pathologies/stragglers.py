@@ -16,6 +16,8 @@ BLAMED = 0.2
 """A rank with this share of the lateness is named."""
 MASKED = 0.5
 """Share of communication that is waiting from which the run looks bound by communication and is not."""
+FIRST = 0.5
+"""Share of all lateness before the first collective from which it may be the profiler's start."""
 SLOWER = 1.1
 """The same kernels take this many times as long on one device."""
 
@@ -86,7 +88,7 @@ def _gain(parts: Sequence[RankPart], aligned: Aligned, late: Integers, window_us
     A first collective that holds most of the lateness may be the profiler's start: the lower bound is without it.
     """
     least = aligned.last_arrival_ns - aligned.second_last_ns()
-    if len(late) > 1 and late[0] > 0.5 * late.sum():
+    if len(late) > 1 and late[0] > FIRST * late.sum():
         least = np.concatenate([[0], least[1:]])
     lows, highs = [], []
     for part in parts:
