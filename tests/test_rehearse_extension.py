@@ -17,6 +17,7 @@ CASES = {
         2,
         1,
     ),
+    "two kinds of blocks": (recipes.flux(9, 9, memory={"activation_checkpointing": "full"}), 2, 0),
 }
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.cluster import Cluster
 from headway.rehearse.allocator import CachingAllocator, OutOfMemory
 from headway.rehearse.memory import Memory, memory_of
-from headway.rehearse.record import COMPUTE, Record
+from headway.rehearse.record import Record
 from headway.rehearse.simulate import Ranged
 from rehearsed_steps import Step, exact_cluster, played
 
@@ -86,17 +86,6 @@ def test_a_stream_does_not_take_what_another_has_freed():
     assert allocator.reserved == 40 * MIB
     allocator.allocate(20 * MIB, "compute")
     assert allocator.reserved == 40 * MIB
-
-
-def test_what_other_streams_use_is_free_when_their_work_has_ended():
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(20 * MIB), until=100)
-    assert allocator.allocated == 20 * MIB
-    second = allocator.allocate(20 * MIB, now=99)
-    assert allocator.reserved == 40 * MIB
-    allocator.free(second, until=120)
-    allocator.allocate(20 * MIB, now=100)
-    assert (allocator.reserved, allocator.allocated) == (40 * MIB, 40 * MIB)
 
 
 def test_at_the_limit_cached_segments_are_given_back():
@@ -211,24 +200,6 @@ def test_the_cpu_holds_what_is_asked_for_and_the_interpreter():
     assert memory.peak_bytes == 168 * MIB
     assert memory.peak.value > 168 * MIB + 0.4 * 2**30
     assert memory.out_of_memory_probability is None
-
-
-def test_memory_that_other_lanes_use_is_kept_until_they_have_ended():
-    def reserved(recorded: tuple[str, ...]) -> int:
-        step = Step()
-        step.run(100)
-        given = step.allocate(30 * MIB)
-        step.run(10_000, "fsdp all-gather")
-        step.free(given)
-        step.run(10)
-        step.free(step.allocate(30 * MIB))
-        record = step.record()
-        record.allocations = [replace(one, recorded_on=recorded) for one in record.allocations]
-        return remembered(record, exact_cluster()).reserved_bytes
-
-    assert reserved(()) == 30 * MIB
-    assert reserved(("fsdp all-gather",)) == 60 * MIB
-    assert reserved((COMPUTE,)) >= 30 * MIB
 
 
 def test_running_out_is_probable_where_more_is_needed_than_there_is():

@@ -4,15 +4,22 @@ import json
 
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import rehearsed_recipes as recipes
 from headway.errors import UserError
 from headway.models import build_model
-from headway.rehearse import rehearse, roles
+from headway.recipe import LatentRecipe
+from headway.rehearse import dress_rehearsal, rehearse, roles
 from headway.rehearse.dress_rehearsal import rehearse_whole
+from headway.rehearse.model_on_meta import model_on_meta
 from headway.rehearse.patches import UPDATES, recorded_streams, without_ranks
+from headway.rehearse.step_sizes import step_sizes
 from headway.rehearse.streams import Device
+from headway.rehearse.tokens import renumbered
+from headway.train.assembly import flops_of
+from headway.train.unread_batches import rehearsed_batch
 from soak import soak
 
 
@@ -124,3 +131,34 @@ def test_what_is_replaced_is_put_back():
         raise UserError("in the middle")
     rehearse_whole(recipes.text(), 2, 0)
     assert [vars(owner).get(name) for owner, name in owners] == before
+
+
+def test_sizes_grow_with_blocks_as_the_trainer_counts_them():
+    recipe = recipes.flux(4, 3, memory={"activation_checkpointing": "full"})
+    copy = model_on_meta(recipe)
+    batch = rehearsed_batch(recipe, copy, lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
+    counted = flops_of(recipe, copy)(batch.tensors)
+    found = step_sizes(recipe)
+    assert (found.model_flops, found.recomputed_flops) == (counted.model, counted.recomputed)
+    assert found.parameters == sum(parameter.numel() for parameter in copy.module.parameters())
+
+
+def test_frozen_encoders_run_once_and_are_written_down_for_each_micro_batch(tmp_path, monkeypatch):
+    vae = {"_class_name": "AutoencoderKL", "latent_channels": 48, "block_out_channels": [8, 8, 8]}
+    vae |= {"norm_num_groups": 4, "layers_per_block": 1, "down_block_types": ["DownEncoderBlock2D"] * 3}
+    (tmp_path / "config.json").write_text(json.dumps(vae | {"up_block_types": ["UpDecoderBlock2D"] * 3}))
+    recipe = recipes.flux(1, 1)
+    latents = LatentRecipe(vae_class="AutoencoderKL", path=tmp_path, subfolder="")
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"latents": latents})})
+    calls = []
+    encode = AutoencoderKL.encode
+    monkeypatch.setattr(AutoencoderKL, "encode", lambda *given, **named: calls.append(1) or encode(*given, **named))
+    found = [renumbered(rehearse_whole(recipe, 2, rank)) for rank in (0, 1)]
+    assert len(calls) == 1
+    monkeypatch.setattr(dress_rehearsal, "repeat_frozen_calls", lambda *_: lambda recorder: None)
+    for rank, repeated in enumerate(found):
+        assert repeated == renumbered(rehearse_whole(recipe, 2, rank))
+    assert len(calls) == 1 + 2 * repeated.facts.micro_batches == 5
+    encoding = sum(operator.flops for operator in repeated.operators if operator.module.startswith("vae"))
+    assert flops(repeated, "forward", "backward") * 2 == repeated.facts.model_flops
+    assert encoding > 0

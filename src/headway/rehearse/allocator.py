@@ -77,15 +77,9 @@ class CachingAllocator:
         self._expandable = expandable
         self._pools: dict[tuple[str, bool], Pool] = {}
         self._next_address = 0
-        self._deferred: list[tuple[int, Block]] = []
 
-    def allocate(self, size: int, stream: str = "", now: int = 0) -> Block:
-        """A block of at least ``size`` bytes for ``stream``. ``now``: when the host asks, in the time of ``free``.
-
-        Raises OutOfMemory when the limit does not allow it.
-        """
-        if self._deferred:
-            self._free_until(now)
+    def allocate(self, size: int, stream: str = "") -> Block:
+        """A block of at least ``size`` bytes for ``stream``. Raises OutOfMemory when the limit does not allow it."""
         wanted = max(ROUND, -(-size // ROUND) * ROUND)
         pool = self._pools.get((stream, wanted <= SMALL))
         if pool is None:
@@ -103,12 +97,8 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block, until: int | None = None) -> None:
-        """Give ``block`` back. ``until``: it was used on other streams (``record_stream``), whose work on it ends then:
-        it counts as allocated, and can't be used again, before the host asks for memory after that."""
-        if until is not None:
-            self._deferred.append((until, block))
-            return
+    def free(self, block: Block) -> None:
+        """Give ``block`` back. (No part of a step uses ``record_stream``, which would hold it for longer.)"""
         self.allocated -= block.size
         pool = block.pool
         for neighbour in (block.before, block.after):
@@ -116,16 +106,6 @@ class CachingAllocator:
                 pool.remove(neighbour)
                 block = _joined(neighbour, block) if neighbour is block.before else _joined(block, neighbour)
         pool.add(block)
-
-    def synchronise(self) -> None:
-        """The host waits for the device: what other streams used is free."""
-        self._free_until(max((until for until, _ in self._deferred), default=0))
-
-    def _free_until(self, now: int) -> None:
-        due = [block for until, block in self._deferred if until <= now]
-        self._deferred = [(until, block) for until, block in self._deferred if until > now]
-        for block in due:
-            self.free(block)
 
     def _new(self, pool: Pool, wanted: int) -> Block:
         """A new segment, or with expandable ones the end of the pool's own with new pages behind it."""
@@ -179,11 +159,10 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _give_back_cached(self) -> None:
-        """Wait for the device, then give back all segments that are free as a whole, and free pages at their ends.
+        """Give back all segments that are free as a whole, and free pages at their ends.
 
         (Of expandable ones torch gives back free pages in the midst too.)
         """
-        self.synchronise()
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if block.is_whole_segment:

@@ -7,9 +7,11 @@ from headway.models import build_model
 from headway.parallel import Ranks
 from headway.recipe import Recipe, accumulation, sizes
 from headway.rehearse.fake_program import FakeValues, fake_ranks
+from headway.rehearse.frozen_calls import repeat_frozen_calls
 from headway.rehearse.patches import even_experts, recorded_streams, without_ranks
 from headway.rehearse.record import Record
 from headway.rehearse.recorded_step import record_step
+from headway.rehearse.stage_blocks import with_cuts
 from headway.rehearse.step_sizes import step_sizes
 from headway.rehearse.streams import Device
 from headway.train.assembly import assemble_step
@@ -19,6 +21,7 @@ from headway.train.unread_batches import rehearsed_batch, unread_tokenizers
 
 def rehearse_whole(recipe: Recipe, devices: int, rank: int) -> Record:
     """Run the step of ``rank`` of ``devices``, every block of it. Raises UserError for a recipe that can't run so."""
+    recipe = with_cuts(recipe)
     eager = recipe.model_copy(update={"run": recipe.run.model_copy(update={"compile": False})})
     counted = step_sizes(eager)
     device, values = Device(), FakeValues()
@@ -35,7 +38,8 @@ def rehearse_whole(recipe: Recipe, devices: int, rank: int) -> Record:
         ranks = Ranks(rank, devices, torch.device("cpu"))
         parts = assemble_step(eager, ranks, built, lambda tensors: Flops(0, 0, 0), data_fingerprint="")
         with values.mode, even_experts():
-            return record_step(recipe, parts, batches, device, counted, values_read, values.run)
+            repeated = repeat_frozen_calls(recipe, built)
+            return record_step(recipe, parts, batches, device, counted, values_read, values.run, repeated)
 
 
 def values_read(values: Tensor) -> list[float]:

@@ -32,16 +32,21 @@ class Series:
         return index if index <= self.template else index + self.copies
 
 
-def extended(
-    base: Record, longer: Sequence[tuple[Record, list[list[str]]]], series: Sequence[Series], facts: Facts
-) -> Record:
+@dataclass(frozen=True)
+class Longer:
+    """A record with one more block of one series."""
+
+    series: int
+    """Which."""
+    runs: Runs
+
+
+def extended(base: Runs, longer: Sequence[Longer], series: Sequence[Series], facts: Facts) -> Record:
     """``base`` with the copies of each series.
 
-    ``longer``: for each series a record with one more of its blocks, and the paths of the blocks of every series in it.
-    Raises NotPeriodic when the blocks do not repeat.
+    ``longer``: one for each series that may have copies. Raises NotPeriodic when the blocks do not repeat.
     """
-    runs = Runs(base, [one.paths for one in series])
-    return _Extension(runs, [Runs(record, paths) for record, paths in longer], series).record(facts)
+    return _Extension(base, longer, series).record(facts)
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,10 @@ class _Emitted:
 
 
 class _Extension:
-    def __init__(self, base: Runs, longer: list[Runs], series: Sequence[Series]) -> None:
+    def __init__(self, base: Runs, longer: Sequence[Longer], series: Sequence[Series]) -> None:
         self.base = base
         self.series = series
-        self.growth = Growth(base, longer, [one.copies for one in series])
+        self.growth = Growth(base, [one.runs for one in longer], [series[one.series].copies for one in longer])
         self.emitted: list[_Emitted] = []
         self.numbers: dict[tuple[Block | None, int, int], int] = {}
         """(block of the extended record, run, offset) -> number there."""

@@ -227,8 +227,6 @@ class _History:
         columns = times.program.columns
         updates = columns.phase == columns.strings.get("optimizer", -1)
         self._updates = int(np.argmax(updates)) if updates.any() else 0
-        self._issued = times.issued_ns.tolist()
-        self._until = _until(held, times)
         events = [(one.allocated_event, place) for place, one in enumerate(self._held)]
         events += [(one.freed_event, -place - 1) for place, one in enumerate(self._held) if not one.stays]
         self._events = [place for event, place in sorted(events) if event != BEFORE]
@@ -243,7 +241,6 @@ class _History:
             self._allocate(allocator, blocks, [place for place in there if place not in late])
             for _ in self._step(allocator, blocks):
                 self._allocate(allocator, blocks, [place for place in there if place in late])
-            allocator.synchronise()
             for place in [place for place in blocks if place not in there]:
                 allocator.free(blocks.pop(place))
             self._allocate(allocator, blocks, [place for place in there if place not in blocks])
@@ -266,7 +263,7 @@ class _History:
 
     def _step(self, allocator: CachingAllocator, blocks: dict[int, Block]) -> Iterator[None]:
         """One step; yields once, before the first allocation of the optimizer's update."""
-        held, issued, until, updates = self._held, self._issued, self._until, self._updates
+        held, updates = self._held, self._updates
         updated = False
         for place in self._events:
             if place >= 0:
@@ -274,21 +271,8 @@ class _History:
                 if not updated and one.allocated_at >= updates:
                     updated = True
                     yield
-                now = issued[one.allocated_at] if one.allocated_at < len(issued) else 0
-                blocks[place] = allocator.allocate(one.bytes, one.lane, now)
+                blocks[place] = allocator.allocate(one.bytes, one.lane)
             elif -place - 1 in blocks:
-                allocator.free(blocks.pop(-place - 1), until.get(-place - 1))
+                allocator.free(blocks.pop(-place - 1))
         if not updated:
             yield
-
-
-def _until(held: Sequence[Allocation], times: RankTimes) -> dict[int, int]:
-    """For each allocation that other lanes use (``record_stream``): when their work on it ends, in ns."""
-    columns = times.program.columns
-    found = {}
-    for place, one in enumerate(held):
-        if one.recorded_on:
-            lanes = [columns.strings[lane] for lane in one.recorded_on if lane in columns.strings]
-            used = np.isin(columns.lane[: one.freed_at], lanes)
-            found[place] = int(times.end_ns[: one.freed_at][used].max(initial=0))
-    return found

@@ -13,7 +13,7 @@ from headway.parallel import Meshes
 from headway.recipe import Recipe
 from headway.rehearse.collectives import Groups
 from headway.rehearse.patches import recording
-from headway.rehearse.record import Facts, Record
+from headway.rehearse.record import Facts, Operator, Record
 from headway.rehearse.recorder import Recorder, Run
 from headway.rehearse.step_sizes import StepSizes
 from headway.rehearse.streams import Device
@@ -34,11 +34,12 @@ def record_step(
     sizes: StepSizes,
     read_on_host: ReadOnHost,
     run: Callable[[Whereabouts], Run] | None = None,
+    before: Callable[[Recorder], None] = lambda recorder: None,
 ) -> Record:
     """Take a step with ``batches``, optimizer states being there, and write it down.
 
     ``parts`` must have been assembled within ``patches.recorded_streams(device)``. ``run`` computes operators; None:
-    they run as they are.
+    they run as they are. ``before`` is called when the recorder knows what is in memory.
     """
     where = _whereabouts(parts)
     groups = Groups.of(_meshes(parts.meshes))
@@ -47,6 +48,7 @@ def record_step(
     parts.flops = lambda tensors: Flops(0, 0, 0)
     _name_what_is_there(recorder, parts, states, batches)
     del states
+    before(recorder)
 
     def read(values: Tensor) -> list[float]:
         recorder.host_reads_device("step")
@@ -60,7 +62,7 @@ def record_step(
         end = len(recorder.operators)
     assert end
     return Record(
-        facts=_facts(recipe, parts, sizes, len(batches)),
+        facts=_facts(recipe, parts, sizes, len(batches), recorder.operators),
         operators=recorder.operators,
         allocations=recorder.allocations(),
         groups=groups.known,
@@ -70,12 +72,7 @@ def record_step(
 
 
 def _whereabouts(parts: StepParts) -> Whereabouts:
-    frozen = parts.built.frozen
-    others: dict[str, Any] = {}
-    if frozen is not None:
-        others = {name: component.module for name, component in frozen.encoders.items()}
-        others |= {"vae": frozen.vae.module} if frozen.vae is not None else {}
-    return Whereabouts(_modules(parts), [path for path, _ in parts.built.blocks], others)
+    return Whereabouts(_modules(parts), [path for path, _ in parts.built.blocks], _frozen_parts(parts))
 
 
 def _modules(parts: StepParts) -> list[torch.nn.Module]:
@@ -97,7 +94,7 @@ def _name_what_is_there(
     recorder: Recorder, parts: StepParts, states: Sequence[tuple[Tensor, dict[str, Tensor]]], batches: list[Batch]
 ) -> None:
     """Whatever the step finds in memory."""
-    for module in [*_modules(parts), *_frozen(parts)]:
+    for module in [*_modules(parts), *_frozen_parts(parts).values()]:
         recorder.name(module.named_buffers(), "frozen")
         trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
         recorder.name(trained, "parameter")
@@ -110,12 +107,13 @@ def _name_what_is_there(
     recorder.name(((name, tensor) for batch in batches for name, tensor in batch.tensors.items()), "batch")
 
 
-def _frozen(parts: StepParts) -> list[torch.nn.Module]:
+def _frozen_parts(parts: StepParts) -> dict[str, nn.Module]:
+    """Frozen encoders by name, and the VAE."""
     frozen = parts.built.frozen
     if frozen is None:
-        return []
-    components = [*frozen.encoders.values(), *([frozen.vae] if frozen.vae else [])]
-    return [component.module for component in components]
+        return {}
+    found = {name: component.module for name, component in frozen.encoders.items()}
+    return found | ({"vae": frozen.vae.module} if frozen.vae is not None else {})
 
 
 def _name_gradients(recorder: Recorder, parts: StepParts) -> None:
@@ -129,9 +127,11 @@ def _library_class(block: nn.Module) -> str:
     return next(one.__name__ for one in type(block).__mro__ if not issubclass(one, FSDPModule))
 
 
-def _facts(recipe: Recipe, parts: StepParts, sizes: StepSizes, micro_batches: int) -> Facts:
+def _facts(recipe: Recipe, parts: StepParts, sizes: StepSizes, micro_batches: int, operators: list[Operator]) -> Facts:
     axes, staged = parts.meshes.sizes, parts.layout.staged
     passes = micro_batches * axes.data
+    frozen = _frozen_parts(parts)
+    encoding = sum(operator.flops for operator in operators if operator.module.partition(".")[0] in frozen)
     return Facts(
         rank=parts.ranks.rank,
         world=parts.ranks.world,
@@ -148,7 +148,7 @@ def _facts(recipe: Recipe, parts: StepParts, sizes: StepSizes, micro_batches: in
         micro_batches=micro_batches,
         samples=recipe.run.global_batch,
         tokens=sizes.tokens * passes,
-        model_flops=sizes.model_flops * passes,
+        model_flops=sizes.model_flops * passes + encoding * axes.data,
         recomputed_flops=sizes.recomputed_flops * passes,
         parameters=sizes.parameters,
         trained_parameters=sizes.trained_parameters,

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +37,9 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Computes an operator's result."""
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 def _plainly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return function(*args, **kwargs)
 
@@ -55,6 +60,11 @@ class Recorder(TorchDispatchMode):
         self._silent = 0
         self._arriving: dict[int, int] = {}
         self._works: dict[int, tuple[Any, int]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while it is entered: calls need not be kept from the compiler one by one."""
+        return False
 
     def __enter__(self) -> "Recorder":
         self._entered = ExitStack()
@@ -114,11 +124,18 @@ class Recorder(TorchDispatchMode):
         for name, tensor in named:
             self.storages.name(tensor, category, name)
 
+    @property
+    def stream_now(self) -> Stream:
+        """The lane on which operators are issued."""
+        return self._device.stream_now
+
     # --- what the dispatcher tells
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # asked more often than all else
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # it becomes operators on plain tensors first
         kwargs = kwargs or {}

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 
 from headway.recipe import Recipe, accumulation, sizes
 from headway.rehearse.dress_rehearsal import rehearse_whole
-from headway.rehearse.extension import Series, extended
+from headway.rehearse.extension import Longer, Series, extended
 from headway.rehearse.record import Facts, Record
-from headway.rehearse.runs import NotPeriodic
-from headway.rehearse.shortening import Shortened, shortened, stages_of, whole_sizes
-from headway.rehearse.step_sizes import StepSizes
+from headway.rehearse.runs import NotPeriodic, Runs
+from headway.rehearse.shortening import Shortened, shortened
+from headway.rehearse.stage_blocks import stages_of, with_cuts
+from headway.rehearse.step_sizes import StepSizes, step_sizes
 from headway.rehearse.tokens import renumbered
 
 
@@ -44,35 +45,37 @@ def rehearse(recipe: Recipe, devices: int, rank: int = 0) -> Record:
     Where blocks repeat, a few are rehearsed and the record is extended to all of them; what is extended by one block
     is held to a rehearsal with one block more, and where that differs all blocks are rehearsed. Raises UserError.
     """
-    short = shortened(recipe, devices, rank)
+    cut = with_cuts(recipe)
+    short = shortened(cut, devices, rank)
     if short is not None:
         try:
-            return _extended(short, whole_sizes(recipe), devices, rank)
+            return _extended(cut, short, devices, rank)
         except NotPeriodic:
             pass
-    return renumbered(rehearse_whole(recipe, devices, rank))
+    return renumbered(rehearse_whole(cut, devices, rank))
 
 
-def _extended(short: Shortened, sizes_of_all: StepSizes, devices: int, rank: int) -> Record:
+def _extended(recipe: Recipe, short: Shortened, devices: int, rank: int) -> Record:
     base = rehearse_whole(short.base, devices, rank)
-    records = [rehearse_whole(recipe, devices, rank) for recipe in short.longer]
-    longer = [(record, short.paths(record.facts)) for record in records]
     series = short.series(base.facts)
-    for place, record in enumerate(records):
-        _check(base, longer, _by_one(series, place, short.paths(record.facts)), record)
-    facts = _facts(base.facts, sizes_of_all, series)
-    return renumbered(extended(base, longer, series, facts))
+    facts = _facts(base.facts, step_sizes(short.base), step_sizes(recipe), series)
+    runs = Runs(base, [one.paths for one in series])
+    longer = []
+    for place, key in enumerate(short.extended):
+        record = rehearse_whole(short.longer[place], devices, rank)
+        longer.append(Longer(short.own.index(key), Runs(record, short.paths(record.facts))))
+    for one in longer:
+        _check(runs, longer, _by_one(series, one), one.runs.record)
+    return renumbered(extended(runs, longer, series, facts))
 
 
-def _by_one(series: Sequence[Series], place: int, paths: list[list[str]]) -> list[Series]:
-    """One copy of the series at ``place``, none of the others."""
-    return [
-        replace(one, copies=int(number == place), whole=own)
-        for number, (one, own) in enumerate(zip(series, paths, strict=True))
-    ]
+def _by_one(series: Sequence[Series], longer: Longer) -> list[Series]:
+    """One copy of the series of ``longer``, none of the others, named as it has them."""
+    paths = longer.runs.paths
+    return [replace(one, copies=int(number == longer.series), whole=paths[number]) for number, one in enumerate(series)]
 
 
-def _check(base: Record, longer: list[tuple[Record, list[list[str]]]], series: list[Series], rehearsed: Record) -> None:
+def _check(base: Runs, longer: list[Longer], series: list[Series], rehearsed: Record) -> None:
     """Raises NotPeriodic unless extending by one block gives what rehearsing one block more does."""
     found = renumbered(extended(base, longer, series, rehearsed.facts))
     expected = renumbered(rehearsed)
@@ -81,7 +84,8 @@ def _check(base: Record, longer: list[tuple[Record, list[list[str]]]], series: l
             raise NotPeriodic(f"{name} extended by one block are not those of a rehearsal with one block more")
 
 
-def _facts(base: Facts, sizes_of_all: StepSizes, series: Sequence[Series]) -> Facts:
+def _facts(base: Facts, own: StepSizes, whole: StepSizes, series: Sequence[Series]) -> Facts:
+    """``own``: of the base record, ``whole``: of all blocks."""
     passes = base.micro_batches * base.sizes["dp_replicate"] * base.sizes["dp_shard"]
     blocks: dict[str, str] = {}
     stages: dict[str, int] = {}
@@ -95,8 +99,8 @@ def _facts(base: Facts, sizes_of_all: StepSizes, series: Sequence[Series]) -> Fa
         base,
         blocks=blocks,
         block_stages=stages,
-        model_flops=sizes_of_all.model_flops * passes,
-        recomputed_flops=sizes_of_all.recomputed_flops * passes,
-        parameters=sizes_of_all.parameters,
-        trained_parameters=sizes_of_all.trained_parameters,
+        model_flops=base.model_flops + (whole.model_flops - own.model_flops) * passes,
+        recomputed_flops=base.recomputed_flops + (whole.recomputed_flops - own.recomputed_flops) * passes,
+        parameters=whole.parameters,
+        trained_parameters=whole.trained_parameters,
     )

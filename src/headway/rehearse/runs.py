@@ -51,6 +51,7 @@ class Runs:
 
     def __init__(self, record: Record, series: list[list[str]]) -> None:
         self.record = record
+        self.paths = series
         self.blocks = {path: Block(s, i) for s, paths in enumerate(series) for i, path in enumerate(paths)}
         self.runs = _runs(tokens_of(record), self.blocks)
         self.places: list[Place] = [Place(None, 0, 0)] * len(record.operators)

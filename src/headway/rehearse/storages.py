@@ -1,7 +1,7 @@
 """Memory: which storage is held from when to when, and what for."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,16 @@ class _Held:
     """None while it is empty."""
     phase: Phase
     micro_batch: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """What happened from some moment on."""
+
+    allocations: list[Allocation]
+    """That were made; ``freed_event`` below 0: still held."""
+    first_event: int
+    events: int
 
 
 class Storages:
@@ -99,6 +109,35 @@ class Storages:
         """``size`` bytes of the storage of ``tensor``."""
         return Access(self._held(tensor).serial, size)
 
+    def serial(self, tensor: Tensor) -> int:
+        """Number of the storage of ``tensor``."""
+        return self._held(_local(tensor)).serial
+
+    def moment(self) -> tuple[int, int]:
+        """Now, for ``since``."""
+        return len(self._born), self._events
+
+    def since(self, moment: tuple[int, int]) -> Span:
+        """What happened from ``moment`` on."""
+        born, event = moment
+        return Span([allocation for allocation, _, _ in self._born[born:]], event, self._events - event)
+
+    def new_serials(self, count: int) -> range:
+        """Numbers of storages that are to be told by ``repeat``."""
+        self._serials += count
+        return range(self._serials - count, self._serials)
+
+    def repeat(self, allocations: Iterable[Allocation], events: int) -> None:
+        """``allocations`` happen, in ``events`` events from the present one on."""
+        phase, _, _, micro_batch = self._here()
+        self._born += [(allocation, phase, micro_batch) for allocation in allocations]
+        self._events += events
+
+    def adopt(self, tensor: Tensor, allocation: Allocation) -> None:
+        """The storage of ``tensor``, which nothing has seen yet, is what ``allocation`` made."""
+        phase, _, _, micro_batch = self._here()
+        self._follow(tensor.untyped_storage(), _Held(allocation.storage, allocation, phase, micro_batch))
+
     def see(self, tensor: Tensor) -> None:
         """``tensor`` may be new."""
         self._held(tensor)
@@ -114,10 +153,13 @@ class Storages:
             size = storage.nbytes()
             if size:
                 held.allocation = self._begin(held.serial, size)
-            self._alive[key] = held
-            # Held until the storage's last reference goes.
-            weakref.finalize(storage, self._gone, key).atexit = False
+            self._follow(storage, held)
         return held
+
+    def _follow(self, storage: torch.UntypedStorage, held: _Held) -> None:
+        """Until the last reference to ``storage`` goes."""
+        self._alive[id(storage)] = held
+        weakref.finalize(storage, self._gone, id(storage)).atexit = False
 
     def _begin(self, serial: int, size: int) -> Allocation:
         phase, module, lane, micro_batch = self._here()
