@@ -161,10 +161,14 @@ def test_kernels_of_unknown_names_are_a_caveat(tmp_path):
 def test_a_file_that_ends_in_the_middle_concludes_nothing(tmp_path):
     trace = healthy()
     path = trace.write(tmp_path / "trace.json")
-    path.write_text(path.read_text()[:-3_000])
-    report = explain([path])
-    assert report.verdict == "inconclusive"
-    assert not report.explained.findings
+    whole = path.read_text()
+    for kept in (len(whole) - 3_000, 2_000):
+        path.write_text(whole[:kept])
+        report = explain([path])
+        assert report.verdict == "inconclusive"
+        assert "truncated-file" in {message.id for message in report.explained.health}
+        assert "cpu-only" not in {message.id for message in report.explained.health}
+        assert not report.explained.findings
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def file_health(trace: RankTrace) -> Iterator[HealthMessage]:
         text = f"the file does not say of which rank it is; it is called rank {trace.rank} here"
         yield _message("rank-unknown", Severity.NOTE, text, trace)
     timeline = trace.timeline
-    if timeline.kinds(*DEVICE_KINDS).any():
+    if trace.truncated or timeline.kinds(*DEVICE_KINDS).any():
         return
     launches = int(named(timeline, LAUNCHES_KERNEL, Kind.RUNTIME).sum())
     if launches:
