@@ -49,6 +49,11 @@ def test_tensor_parallel_ranks_share_the_operations():
     assert flops(record, "forward", "backward") * 2 == record.facts.model_flops
 
 
+def test_nothing_is_recomputed_without_checkpointing():
+    record = rehearse_whole(recipes.text(layout={"pp": 2}, run={"global_batch": 2}), 2, 1)
+    assert {operator.phase for operator in record.operators} == {"forward", "backward", "optimizer", "other"}
+
+
 def test_memory_is_named_and_adds_up():
     recipe = recipes.text(run={"global_batch": 2})
     record = rehearse_whole(recipe, 2, 0)

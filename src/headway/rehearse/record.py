@@ -194,9 +194,6 @@ class Allocation:
     """As ``allocated_event``; of one that stays: after all others."""
     stays: bool
     """Whether it is still there after the step."""
-    recorded_on: tuple[str, ...] = ()
-    """Lanes for which ``record_stream`` was called: once freed it can't be used again before what they were given until
-    then has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,9 @@ class Whereabouts:
     def now(self) -> tuple[Phase, str]:
         """Phase and module of what is issued now."""
         in_backward = torch._C._current_graph_task_id() != -1 or self._in_backward
-        if in_backward and not torch.is_grad_enabled():
+        # With gradients, but neither in a module nor for a node, is what a stage's backward pass begins with.
+        at_work = bool(self._stack) or torch._C._current_autograd_node() is not None
+        if in_backward and not (torch.is_grad_enabled() and at_work):
             self._last = self._stack[-1] if self._stack else self._reduced or self._of_node()
             return "backward", self._last
         if in_backward:
