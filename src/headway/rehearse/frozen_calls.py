@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from headway.models import BuiltModel
 from headway.recipe import Recipe
-from headway.rehearse.record import COMPUTE, Access, Allocation, Operator
+from headway.rehearse.record import COMPUTE, Access, Allocation, HostRead, Operator
 from headway.rehearse.recorder import Recorder
 from headway.rehearse.storages import Span
 from headway.rehearse.work import tensors_in
@@ -53,6 +53,8 @@ class _Take:
     inside: int
     """How many storages the call made."""
     operators: list[Operator]
+    host_reads: list[HostRead]
+    """Each of what was issued last before it."""
     allocations: list[Allocation]
     """Operators and events numbered from the beginning of the call; freed at -1: returned."""
     events: int
@@ -111,9 +113,11 @@ class _Repeated:
             return _repeat(_takes[key], self._recorder, self._outside.by_key | serials)
         names = self._outside.by_serial | {serial: name for name, serial in serials.items()}
         moment, first = self._recorder.storages.moment(), len(self._recorder.operators)
+        reads = len(self._recorder.host_reads)
         result = self._method(*args)
         with self._recorder.silence():
-            found = _taken(self._recorder, self._recorder.storages.since(moment), first, names, result)
+            span = self._recorder.storages.since(moment)
+            found = _taken(self._recorder, span, first, self._recorder.host_reads[reads:], names, result)
         if found is not None:
             _takes[key] = found
             if len(_takes) > KEPT:
@@ -127,7 +131,9 @@ def _signature(tensor: Tensor) -> Key:
     return (*tensor.shape, tensor.stride(), tensor.dtype, values)
 
 
-def _taken(recorder: Recorder, span: Span, first: int, names: Mapping[int, Key], result: Any) -> _Take | None:
+def _taken(
+    recorder: Recorder, span: Span, first: int, reads: list[HostRead], names: Mapping[int, Key], result: Any
+) -> _Take | None:
     """The call that is over; None: it did what can't be repeated, such as keeping memory for itself."""
     storages, operators = recorder.storages, recorder.operators[first:]
     frees = sum(allocation.freed_event >= 0 for allocation in span.allocations)
@@ -135,6 +141,7 @@ def _taken(recorder: Recorder, span: Span, first: int, names: Mapping[int, Key],
     returned = {storages.serial(tensor) for tensor in tensors_in(result)}
     in_order = all(o.after == (first + place,) for place, o in enumerate(operators[1:]))
     alone = all(o.lane == COMPUTE and o.collective is None for o in operators)
+    in_order &= all(read.before > first and read.after == (read.before - 1,) for read in reads)
     if held != returned or span.events != len(span.allocations) + frees or not (in_order and alone and operators):
         return None
     made = dict.fromkeys(allocation.storage for allocation in span.allocations)
@@ -147,6 +154,7 @@ def _taken(recorder: Recorder, span: Span, first: int, names: Mapping[int, Key],
         outside=[names[serial] for serial in outside],
         inside=len(made),
         operators=[_moved(o, numbers, (), -1, -1) for o in operators],
+        host_reads=[_delayed(read, -first) for read in reads],
         allocations=[_shifted(a, numbers[a.storage], -first, -span.first_event) for a in span.allocations],
         events=span.events,
         result=tree_map_only(Tensor, lambda tensor: _output(tensor, numbers[storages.serial(tensor)]), result),
@@ -175,6 +183,7 @@ def _repeat(take: _Take, recorder: Recorder, outside: Mapping[Key, int]) -> Any:
         moved = _moved(operator, serials, (first + place - 1,), where.micro_batch, where.stage)
         recorder.operators.append(moved)
     recorder.operators[first].after = tuple(sorted(after))
+    recorder.host_reads += [_delayed(read, first) for read in take.host_reads]
     recorder.stream_now.issued(len(recorder.operators) - 1)
     _, first_event = storages.moment()
     again = [_shifted(a, serials[a.storage], first, first_event) for a in take.allocations]
@@ -217,6 +226,11 @@ def _moved(
     found.reads = tuple([Access(storages[access.storage], access.bytes) for access in operator.reads])
     found.writes = tuple([Access(storages[access.storage], access.bytes) for access in operator.writes])
     return found
+
+
+def _delayed(read: HostRead, operators: int) -> HostRead:
+    """The same read so many operators later."""
+    return HostRead(read.before + operators, tuple(number + operators for number in read.after), read.reason)
 
 
 def _shifted(allocation: Allocation, storage: int, operators: int, events: int) -> Allocation:
