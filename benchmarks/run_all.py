@@ -153,6 +153,18 @@ def planner_speed(result: Any) -> Iterator[list[str]]:
         yield [f"{row['devices']:,}", f"{row['layouts']:,}", *numbers, f"{row['rehearsing_s']:.1f}"]
 
 
+def rehearsal_speed(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield [
+        "model", "devices", "ranks rehearsed", "operators", "from few blocks: records (s)", "all (s)",
+        "whole: records (s)", "all (s)", "largest difference",
+    ]  # fmt: skip
+    for row in result["results"]:
+        ways = [f"{row[way][what]:.1f}" for way in ("extended", "whole") for what in ("records_s", "all_s")]
+        counts = [f"{row['devices']:,}", str(row["ranks_rehearsed"]), f"{row['whole']['operators']:,}"]
+        yield [row["model"], *counts, *ways, f"{row['difference']:.1g}"]
+
+
 def cost_model(result: Any) -> Iterator[list[str]]:
     """Rows, the first of them the heading."""
     yield ["what", "sources", "mean abs %", "median %", "bias %", "P90 %"]
@@ -204,6 +216,7 @@ TABLES: dict[str, Table] = {
         pipeline_schedules,
         explain_speed,
         planner_speed,
+        rehearsal_speed,
         cost_model,
         published_runs,
         predicted_vs_measured,
