@@ -370,7 +370,12 @@ FAULTS = [
     Fault(ulysses_on_a_zigzag, "decoder", "cp=2", "grad_error"),
     Fault(pipeline_loss_divided_twice, "decoder", "pp=2", "grad_error"),
     Fault(tied_embedding_counted_twice, "decoder", "pp=2", "grad_error"),
-    Fault(freed_before_the_split_backward, "deep_decoder", "pp=2,pp_schedule=zbv,dp_shard=2", "no gradient"),
+    Fault(
+        freed_before_the_split_backward,
+        "deep_decoder",
+        "pp=2,pp_schedule=zbv,dp_shard=2,blocks_kept_gathered=0",
+        "no gradient",
+    ),
     Fault(expert_gradients_not_divided, "experts", "dp_shard=2,ep=2", "grad_error"),
     Fault(router_loads_of_one_rank, "experts", "dp_shard=2", "update_error"),
 ]

@@ -55,7 +55,7 @@ def small(name: str, folder: Path) -> Recipe:
 WITHOUT_FAULT = sorted({(fault.model, fault.layout) for fault in FAULTS})
 DEAR = [
     ("decoder", "tp=4"),
-    ("deep_decoder", "pp=2,pp_schedule=zbv,dp_shard=2"),
+    ("deep_decoder", "pp=2,pp_schedule=zbv,dp_shard=2,blocks_kept_gathered=0"),
     ("documents", "dp_shard=2"),
     ("experts", "dp_shard=2"),
     ("video", "dp_shard=2"),
