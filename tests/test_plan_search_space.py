@@ -44,7 +44,7 @@ def training_takes(rules: Rules, choice: Choice) -> bool:
         if recipe.run.global_batch % data:
             return False
         count = recipe.run.global_batch // data
-        training_layout._check(recipe, rules.built, SimpleNamespace(sizes=axes), count)
+        training_layout._check(recipe, rules.built, SimpleNamespace(sizes=axes), count, rules.costs)
     except UserError:
         return False
     return True

@@ -17,7 +17,9 @@ from headway.check.shrink import shrunk
 from headway.check.small_models import has_experts
 from headway.check.verdict import BOUNDS, ERRORS, LayoutResult, failed, judge, refused
 from headway.errors import RunFailed, UserError
+from headway.models import BuiltModel, build_model
 from headway.recipe import Recipe
+from headway.train import read_tokenizers
 
 BFLOAT16_FACTOR = 2.0
 """A layout in bfloat16 may be so many times as far from float32 as one device in bfloat16 is."""
@@ -135,10 +137,17 @@ class Check:
         try:
             plain = recipe_of_reference(recipe, folder / "run")
             (self.reference,) = self._on_ranks(1, compute_reference, plain, folder / "reference.safetensors")
+            self.built = self._built()
             self.one_device = self.run(ONE_DEVICE, "one-device")
         except RanksFailed as failure:
             raise RunFailed(f"the recipe does not run on one device: {failure}") from None
         self.other_checkpoint = self.one_device.checkpoint
+
+    def _built(self) -> BuiltModel:
+        """The model on meta, which each rank gets a copy of: building it takes as long as some of its steps."""
+        recipe = recipe_of_layout(self.recipe, ONE_DEVICE, self.precision, self.folder / "run")
+        made = read_tokenizers(recipe.model, recipe.run.directory)
+        return build_model(recipe.model, recipe.precision, seed=recipe.run.seed, tokenizers=made)
 
     def results(self, layouts: list[Layout], on_layout: OnLayout = lambda *_: None) -> list[LayoutResult]:
         """One result for one device, then one for each layout."""
@@ -162,7 +171,8 @@ class Check:
         began = time.monotonic()
         recipe = recipe_of_layout(self.recipe, layout, self.precision, self.folder / "run")
         saved = self.folder / "saved" / name
-        findings = self._on_ranks(layout.ranks, examine, recipe, self.reference, saved, self.other_checkpoint)
+        given = (recipe, self.built, self.reference, saved, self.other_checkpoint)
+        findings = self._on_ranks(layout.ranks, examine, *given)
         return LayoutRun(layout, findings, time.monotonic() - began)
 
     def judged(self, run: LayoutRun, elsewhere: Differences | str) -> LayoutResult:
@@ -189,7 +199,8 @@ class Check:
         saved = self.folder / "saved" / "elsewhere"
         outcome: dict[int, Differences | str]
         try:
-            (outcome,) = self._on_ranks(1, go_on_from_each, recipe, self.reference, saved, checkpoints)
+            given = (recipe, self.built, self.reference, saved, checkpoints)
+            (outcome,) = self._on_ranks(1, go_on_from_each, *given)
         except RanksFailed as failure:
             return dict.fromkeys(checkpoints, str(failure))
         return outcome

@@ -15,6 +15,7 @@ from headway.check.ranks import Place, joined
 from headway.check.reference import Reference, ReferenceTensors, batches, gradient_of
 from headway.check.setting import EMA_DECAY, SAVED_AFTER
 from headway.errors import UserError
+from headway.models import BuiltModel
 from headway.parallel import Masters, Piece, Ranks
 from headway.recipe import Recipe
 from headway.train import Checkpoints, Trainer, assemble
@@ -55,13 +56,16 @@ class Findings:
     checkpoint: Path | None = None
 
 
-def examine(place: Place, recipe: Recipe, reference: Reference, saved: Path, other: Path | None) -> Findings:
+def examine(
+    place: Place, recipe: Recipe, built: BuiltModel, reference: Reference, saved: Path, other: Path | None
+) -> Findings:
     """Train ``recipe`` in its layout and compare; save a checkpoint in ``saved``, and go on from ``other``, too.
 
-    ``other`` is a checkpoint that another layout saved after ``SAVED_AFTER`` steps; None: this layout's own.
+    ``built`` is the recipe's model on meta, this process' own. ``other`` is a checkpoint that another layout saved
+    after ``SAVED_AFTER`` steps; None: this layout's own.
     """
     with joined(place) as ranks:
-        examination = _Examination(recipe, reference, ranks, saved)
+        examination = _Examination(recipe, built, reference, ranks, saved)
         examination.train()
         loaded = other or examination.found.checkpoint
         if loaded is not None:
@@ -70,12 +74,17 @@ def examine(place: Place, recipe: Recipe, reference: Reference, saved: Path, oth
 
 
 def go_on_from_each(
-    place: Place, recipe: Recipe, reference: Reference, saved: Path, checkpoints: Mapping[int, Path]
+    place: Place,
+    recipe: Recipe,
+    built: BuiltModel,
+    reference: Reference,
+    saved: Path,
+    checkpoints: Mapping[int, Path],
 ) -> dict[int, Differences | str]:
     """For each checkpoint, under its number, the differences of one device that goes on from it; else the error."""
     outcomes: dict[int, Differences | str] = {}
     with joined(place) as ranks:
-        examination = _Examination(recipe, reference, ranks, saved)
+        examination = _Examination(recipe, built, reference, ranks, saved)
         for number, checkpoint in checkpoints.items():
             examination.found = Findings()
             try:
@@ -91,11 +100,11 @@ def go_on_from_each(
 class _Examination:
     """A Trainer of this rank beside the reference."""
 
-    def __init__(self, recipe: Recipe, reference: Reference, ranks: Ranks, saved: Path) -> None:
+    def __init__(self, recipe: Recipe, built: BuiltModel, reference: Reference, ranks: Ranks, saved: Path) -> None:
         self.found = Findings()
         self.reference = reference
         self.expected = ReferenceTensors(reference)
-        self.parts = assemble(recipe, ranks, recipe.run.directory)
+        self.parts = assemble(recipe, ranks, recipe.run.directory, build=lambda *_, **__: built)
         self.parts.flops = cast(Any, lambda tensors: None)  # nobody reads them, and the count takes as long as a step
         perturb(self.parts, recipe)
         self.trainer = Trainer(recipe, self.parts, lambda: False, self.event, on_gradients=self.gradients)

@@ -6,6 +6,7 @@ the one of an earlier task when both look alike, with process groups that are no
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -115,6 +116,7 @@ def _started(place: Place, printed: Path, task: Callable[..., Any], arguments: t
 def _main(
     place: Place, connection: Connection, printed: Path, task: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what was there before the fork needs no collection, which would also copy its pages
     descriptor = os.open(printed, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
