@@ -139,6 +139,7 @@ def test_ranks_that_a_scheduler_started_itself_exit_with_75(recipe: Path, ranks:
         assert other.wait(DEADLINE_S) == 75, other.communicate()[0]
 
 
+@pytest.mark.soak
 def test_a_stopped_rank_of_torchrun_ends_well_as_torchrun_would_call_all_else_a_failure(recipe: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
     running = start(recipe, command=(*torchrun, "headway.cli.main"))
