@@ -11,6 +11,7 @@ from headway.cli.calibrate import calibrate
 from headway.cli.check import check
 from headway.cli.explain import explain
 from headway.cli.export import export
+from headway.cli.kernels import kernels_app
 from headway.cli.plan import plan
 from headway.cli.quiet import quieten_libraries
 from headway.cli.recipe_show import recipe_app
@@ -38,6 +39,7 @@ app.command()(rehearse)
 app.command()(explain)
 app.command()(validate)
 app.add_typer(recipe_app, name="recipe")
+app.add_typer(kernels_app, name="kernels")
 
 
 def _print_version(asked: bool) -> None:

@@ -1,0 +1,144 @@
+"""``headway kernels``: the fused operators, their numbers beside float64, and what their machine code says."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.result import JsonPath, can_be_written, give_result, write_or_tell
+from headway.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from headway.kernels.proof.accuracy import Verdict
+    from headway.kernels.proof.machine_code import Facts
+
+Names = Annotated[list[str] | None, typer.Argument(metavar="[OPERATOR]...", help="All if left out.")]
+
+kernels_app = typer.Typer(no_args_is_help=True, help="Fused operators, proven without a GPU.")
+
+PAGE = """# Kernels
+
+What the machine code of each kernel says, compiled ahead of time without a GPU; written by
+`headway kernels compile --table docs/kernels.md`. No row is a measurement of time.
+
+Registers are a thread's. Loads and stores are instructions, those of 16 bytes a thread + narrower ones (one number a
+token, or the few columns of a sum of parts). No kernel spills, computes on bfloat16 values or has a 32-bit offset into
+a tensor: the command fails if one does.
+
+{table}
+"""
+
+
+@kernels_app.command("list")
+def list_(json_: JsonPath = None) -> None:
+    """List the fused operators.
+
+    Example: headway kernels list
+    """
+    from headway.kernels import OPERATORS
+
+    rows = [{"name": each.name, "computes": each.computes} for each in OPERATORS.values()]
+    give_result({"operators": rows}, "\n".join(f"{row['name']:12} {row['computes']}" for row in rows), json_)
+
+
+@kernels_app.command()
+def check(
+    names: Names = None,
+    seed: Annotated[int, typer.Option(help="Of inputs, and of the order in which programs run.")] = 0,
+    json_: JsonPath = None,
+) -> None:
+    """Run the kernels on Triton's interpreter, with a GPU's numbers, and hold every result against float64.
+
+    Example: headway kernels check adaln
+
+    An error may be twice that of PyTorch's own operations in the same precision, and one unit in the last place. Every
+    load and store is checked: none is out of bounds, and no program touches what another writes.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # tensors are small
+    rows: list[dict[str, Any]] = []
+    for name, proof in _proofs(names):
+        for case in proof.CASES:
+            rows += [_judged(name, str(case), verdict) for verdict in proof.check(case, seed)]
+    failed = [row for row in rows if not row["passed"]]
+    lines = [f"{row['operator']} {row['case']}: {row['result']}: {row['error']:.3g}" for row in failed]
+    text = "\n".join([*lines, f"{len(rows) - len(failed)} of {len(rows)} results hold"])
+    give_result({"results": rows, "passed": not failed}, text, json_)
+    if failed:
+        raise RunFailed("kernels are less exact than PyTorch's own operations")
+
+
+def _judged(operator: str, case: str, verdict: "Verdict") -> dict[str, Any]:
+    return {
+        "operator": operator,
+        "case": case,
+        "result": verdict.name,
+        "error": verdict.error,
+        "eager_error": verdict.eager_error,
+        "rms_error": verdict.rms_error,
+        "passed": verdict.passed,
+    }
+
+
+@kernels_app.command("compile")
+def compile_(
+    names: Names = None,
+    table: Annotated[
+        Path | None, typer.Option(help="Also write the facts to this Markdown file.", callback=can_be_written)
+    ] = None,
+    json_: JsonPath = None,
+) -> None:
+    """Compile the kernels for A100, H100, B200 and MI300 and tell what their machine code says. No GPU is needed.
+
+    Example: headway kernels compile --table docs/kernels.md
+    """
+    proofs = _proofs(names)
+    from headway.kernels.proof.machine_code import TARGETS, broken, facts
+
+    rows, faults = [], []
+    for _, proof in proofs:
+        for compiled in proof.compiled():
+            for target in TARGETS:
+                found = facts(compiled, target)
+                faults += broken(compiled, found, target)
+                rows.append((compiled.name, compiled.warps, target, found))
+    text = _markdown(rows)
+    if table is not None:
+        write_or_tell(table, lambda path: _write_page(path, text))
+    result = [{"kernel": name, "warps": warps, "target": target, **vars(found)} for name, warps, target, found in rows]
+    give_result({"kernels": result, "broken": faults}, text, json_)
+    if faults:
+        raise RunFailed("\n".join(faults))
+
+
+def _write_page(path: Path, table: str) -> None:
+    path.write_text(PAGE.format(table=table))
+
+
+def _markdown(rows: "list[tuple[str, int, str, Facts]]") -> str:
+    header = ("kernel", "warps", "target", "registers", "spills", "shared memory", "loads", "stores")
+    cells = [
+        (
+            name, str(warps), target, str(found.registers), str(found.spills), str(found.shared_memory),
+            f"{found.vector_loads} + {found.other_loads}", f"{found.vector_stores} + {found.other_stores}",
+        )
+        for name, warps, target, found in rows
+    ]  # fmt: skip
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, tuple("---" for _ in header), *cells))
+
+
+def _proofs(names: list[str] | None) -> list[tuple[str, Any]]:
+    """Raises UserError for an operator that is none, and without Triton."""
+    from headway.kernels import OPERATORS
+
+    for name in names or ():
+        if name not in OPERATORS:
+            raise UserError(f"{name}: no such operator; there are {', '.join(OPERATORS)}")
+    if find_spec("triton") is None:
+        raise UserError(
+            "this needs Triton, which PyTorch for CUDA brings and PyTorch for CPUs does not: install triton"
+        )
+    return [(name, import_module(OPERATORS[name].proof)) for name in names or OPERATORS]

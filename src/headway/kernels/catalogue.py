@@ -1,0 +1,25 @@
+"""The fused operators by name. What proves an operator is in ``proof/``, and needs Triton; this does not."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A fused operator: ``headway.kernels.NAME``."""
+
+    name: str
+    computes: str
+    proof: str
+    """Module with ``CASES``, ``check(case, seed)`` and ``compiled()``."""
+
+
+OPERATORS = {
+    operator.name: operator
+    for operator in (
+        Operator(
+            "adaln",
+            "h = x + gate·branch; LayerNorm or RMSNorm of h; · (1 + scale) + shift; each by sample, frame or token",
+            "headway.kernels.proof.adaln_cases",
+        ),
+    )
+}
