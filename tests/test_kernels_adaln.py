@@ -72,8 +72,8 @@ def test_kernels_are_as_exact_as_eager_for_random_shapes(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
     @given(case=shapes)
     def holds(case):
-        # Of one or two columns a LayerNorm is all cancellation: nothing but the shape can be compared.
-        if case.norm == "rms" or case.width > 8:
+        # The gradient of a norm of few columns is all cancellation: there only the accesses are held.
+        if case.width > 8:
             for verdict in check(case):
                 assert verdict.passed, (case, verdict)
         else:

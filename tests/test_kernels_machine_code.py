@@ -47,6 +47,16 @@ def test_adaln_keeps_every_promise(name, target):
     assert found.registers <= 255
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_sizes_of_one_which_triton_takes_for_constants_compile_too(name):
+    compiled = ADALN[name]
+    ones = {size: 1 for size in compiled.scalars if size in adaln_cases.COUNTS}
+    scalars = {size: kind for size, kind in compiled.scalars.items() if size not in ones}
+    single = dataclasses.replace(compiled, scalars=scalars, constants=compiled.constants | ones, odd=frozenset())
+    found = facts(single, "sm_90")
+    assert (found.spills, found.narrow_arithmetic, found.short_offsets) == (0, (), ())
+
+
 def test_bfloat16_arithmetic_and_short_offsets_are_seen():
     found = facts(bad(narrow_kernel, 1024), "sm_90")
     assert any("arith.mulf" in line for line in found.narrow_arithmetic)

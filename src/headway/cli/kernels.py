@@ -24,7 +24,8 @@ What the machine code of each kernel says, compiled ahead of time without a GPU;
 `headway kernels compile --table docs/kernels.md`. No row is a measurement of time.
 
 Registers are a thread's. Loads and stores are instructions, those of 16 bytes a thread + narrower ones (one number a
-token, or the few columns of a sum of parts). No kernel spills, computes on bfloat16 values or has a 32-bit offset into
+token, or the few columns of a sum of parts). Inputs are bfloat16, pointers and strides multiples of 16 bytes, as
+PyTorch allocates. No kernel spills, computes on bfloat16 values or has a 32-bit offset into
 a tensor: the command fails if one does.
 
 {table}
