@@ -71,9 +71,10 @@ def test_the_compiler_overlaps_what_is_gathered_and_scattered_and_the_numbers_st
     plain = run_ranks(2, passes_and_gradients, False)
     overlapped = run_ranks(2, passes_and_gradients, True)
     for (_, expected), (fused, found) in zip(plain, overlapped, strict=True):
-        # Attention and feed-forward each gather once and scatter once, forward and backward.
-        assert fused.count("fused_all_gather_matmul") >= 2
-        assert fused.count("fused_matmul_reduce_scatter") >= 2
+        # Attention and feed-forward gather and scatter once, forward and backward. What the backward scatters is a sum
+        # of several products, which no one product can be fused with.
+        assert fused.count("fused_all_gather_matmul") == 4
+        assert fused.count("fused_matmul_reduce_scatter") == 2
         for here, there in zip(found, expected, strict=True):
             torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
 
