@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import UserError
-from headway.explain import Input, InputKind, kind_of
+from headway.explain import Input, InputKind, explain, kind_of
 from headway.explain.logs import explain_tables
 from headway.explain.logs.work import command_flags, work_of
 from soak import soak
@@ -124,6 +124,14 @@ def test_a_table_of_steps_is_a_log(tmp_path):
     rows = [f"0,{step},{3.0 if step != 70 else 30.0},1e-4" for step in range(100)]
     path = table(tmp_path, *rows, heading="epoch,step,train_loss,lr", name="metrics.csv")
     assert [one.id for one in explained(path).findings] == ["log-loss-spike"]
+
+
+def test_a_log_and_a_table_of_steps_are_both_told_of(tmp_path):
+    steps = table(tmp_path, *(f"0,{step},3.0" for step in range(20)), heading="epoch,step,train_loss", name="steps.csv")
+    log = tmp_path / "train.log"
+    log.write_text("".join(f'{{"step": {step}, "loss": 2.0, "step_time_s": 1.0}}\n' for step in range(20)))
+    told = explain([steps, log]).as_json()["logs"]
+    assert sorted(one["file"] for one in told) == sorted([str(steps), str(log)])
 
 
 def test_flags_and_work_of_a_command():

@@ -6,27 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.errors import UserError
 from headway.explain.finding import Explained, HealthMessage, Severity
 from headway.explain.input import Input
 from headway.explain.kineto import rank_in_name
 from headway.explain.nsys_export import read_nsys
 from headway.explain.rank_trace import RankTrace
+from headway.explain.reading import read_each
 from headway.explain.timelines import explain_timelines
 from headway.timeline import DEVICE_KINDS, UNKNOWN, Kind, Timeline, launches_of
 
 
 def explain_nsys(inputs: Sequence[Input]) -> Explained:
     """Explain all exports of a run, each device as a rank. Raises UserError when none can be read."""
-    traces: list[RankTrace] = []
-    told: list[HealthMessage] = []
-    for one in inputs:
-        try:
-            traces += read_nsys(one.path)
-        except UserError as error:
-            told.append(HealthMessage("unreadable", Severity.FAILED, str(error), str(one.path)))
-    if not traces:
-        raise UserError("\n".join(message.text for message in told))
+    exports, told = read_each(inputs, read_nsys, Severity.FAILED)
+    traces = [trace for export in exports for trace in export]
     whole = []
     for trace in _numbered(traces):
         timeline, in_flight = _without_launches_in_flight(trace.timeline)

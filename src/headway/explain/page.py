@@ -1,7 +1,5 @@
 """A report as one page that needs no network: health, findings, budgets, lanes, collectives, kernels."""
 
-import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ from headway.explain.health import repaired
 from headway.explain.rank_view import RankView
 from headway.explain.report import Report
 from headway.explain.report_traces import traces_of
+from headway.pages import filled
 from headway.timeline import DEVICE_KINDS
 
 SPANS = 24_000
@@ -22,9 +21,7 @@ INSTANCES = 40
 
 def write_page(report: Report, path: Path) -> None:
     """Write the page to ``path``. Raises OSError when the disk does not take it."""
-    template = files("headway.explain").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(page_data(report), separators=(",", ":")).replace("<", "\\u003c")
-    path.write_text(template.replace('"DATA"', data), encoding="utf-8")
+    path.write_text(filled("headway.explain", "page.html", page_data(report)), encoding="utf-8")
 
 
 def page_data(report: Report) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from headway.errors import UserError
 from headway.explain.finding import (
     CauseClass,
     Confidence,
@@ -23,6 +22,7 @@ from headway.explain.finding import (
 from headway.explain.input import Input
 from headway.explain.pipeline_job import BACKWARD, FORWARD, GC, Key, PipelineJob, Times
 from headway.explain.pipeline_table import read_job
+from headway.explain.reading import read_each, side_by_side
 
 SLOWEST_WORKERS = 0.03
 """Share of the workers that count as the slowest ones (section 5 of the paper)."""
@@ -63,20 +63,8 @@ class Slowdown:
 
 def explain_pipeline_events(inputs: Sequence[Input]) -> Explained:
     """Explain each table. Raises UserError when none can be read."""
-    parts, unread = [], []
-    for one in inputs:
-        try:
-            job, left_out = read_job(one.path)
-            parts.append(_explained(one.path, job, left_out))
-        except UserError as error:
-            unread.append(HealthMessage("unreadable", Severity.FAILED, str(error), str(one.path)))
-    if not parts:
-        raise UserError("\n".join(message.text for message in unread))
-    return Explained(
-        health=(*unread, *(message for part in parts for message in part.health)),
-        findings=tuple(finding for part in parts for finding in part.findings),
-        details={"pipelines": [pipeline for part in parts for pipeline in part.details["pipelines"]]},
-    )
+    parts, unread = read_each(inputs, lambda path: _explained(path, *read_job(path)), Severity.FAILED)
+    return side_by_side(parts, unread)
 
 
 def slowdown_of(job: PipelineJob) -> Slowdown:

@@ -1,7 +1,7 @@
 """The report: all inputs told apart, each kind explained by its reader, and their parts made one."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from headway.explain.logs import explain_logs, explain_run_directories, explain_
 from headway.explain.memory_snapshot import explain_memory_snapshot
 from headway.explain.nsys import explain_nsys
 from headway.explain.pipeline_events import explain_pipeline_events
+from headway.explain.reading import side_by_side
 from headway.explain.timelines import by_gain
 
 Reader = Callable[[Sequence[Input]], Explained]
@@ -82,16 +83,5 @@ def explain(paths: Sequence[Path]) -> Report:
         names += ", …" if len(passed_over) > 4 else ""
         text = f"{len(passed_over)} files are nothing to explain and were passed over: {names}"
         told.append(HealthMessage("passed-over", Severity.NOTE, text))
-    return Report(inputs, _together(parts, told))
-
-
-def _together(parts: Sequence[Explained], told: Sequence[HealthMessage]) -> Explained:
-    details: dict[str, Any] = {}
-    for part in parts:
-        details |= part.details
-    return Explained(
-        health=(*told, *(message for part in parts for message in part.health)),
-        ranks=tuple(rank for part in parts for rank in part.ranks),
-        findings=tuple(by_gain(finding for part in parts for finding in part.findings)),
-        details=details,
-    )
+    together = side_by_side(parts, told)
+    return Report(inputs, replace(together, findings=tuple(by_gain(together.findings))))

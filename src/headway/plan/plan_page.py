@@ -1,13 +1,12 @@
 """A search as one page that needs no network: time against memory of every candidate, its frontier, and the plans."""
 
-import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.pages import filled
 from headway.plan.explanation import explanation
 from headway.plan.search import Analysed, Planned, json_of
 from headway.rehearse.memory import GIB
@@ -18,9 +17,7 @@ POINTS = 6_000
 
 def write_plan_page(planned: Planned, title: str, path: Path) -> None:
     """Write the page to ``path``."""
-    template = files("headway.plan").joinpath("plan.html").read_text(encoding="utf-8")
-    data = json.dumps(plan_page_data(planned, title), separators=(",", ":")).replace("<", "\\u003c")
-    path.write_text(template.replace('"DATA"', data), encoding="utf-8")
+    path.write_text(filled("headway.plan", "plan.html", plan_page_data(planned, title)), encoding="utf-8")
 
 
 def plan_page_data(planned: Planned, title: str) -> dict[str, Any]:

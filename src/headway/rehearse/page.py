@@ -1,13 +1,12 @@
 """A prediction as one page that needs no network: lanes, memory, shares and tables."""
 
-import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.pages import filled
 from headway.rehearse.columns import Flags, Integers
 from headway.rehearse.memory import GIB, Memory
 from headway.rehearse.predicted_timeline import HOST_LANE, LAUNCH
@@ -27,9 +26,7 @@ COLOURS = ("forward", "backward", "recompute", "optimizer", "other", "communicat
 
 def write_page(prediction: Prediction, title: str, path: Path) -> None:
     """Write the page to ``path``."""
-    template = files("headway.rehearse").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(page_data(prediction, title), separators=(",", ":")).replace("<", "\\u003c")
-    path.write_text(template.replace('"DATA"', data), encoding="utf-8")
+    path.write_text(filled("headway.rehearse", "page.html", page_data(prediction, title)), encoding="utf-8")
 
 
 def page_data(prediction: Prediction, title: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from headway.errors import UserError
 from headway.explain.finding import Explained, HealthMessage, Severity
 from headway.explain.flight_recorder.diagnosis import Diagnosis, diagnose
 from headway.explain.flight_recorder.dump import Dump, read_dump
@@ -11,6 +10,7 @@ from headway.explain.flight_recorder.job import Job, job_of
 from headway.explain.flight_recorder.ranks import ranks_of
 from headway.explain.flight_recorder.waiting import Wait
 from headway.explain.input import Input
+from headway.explain.reading import read_each
 
 _MOST_SHOWN = 200
 """Waits in the report."""
@@ -21,16 +21,7 @@ def explain_flight_recorder(inputs: Sequence[Input]) -> Explained:
 
     Raises UserError when no dump can be read.
     """
-    dumps, health = [], []
-    for file in inputs:
-        try:
-            dumps.append(read_dump(file.path))
-        except UserError as error:
-            if len(inputs) == 1:
-                raise
-            health.append(HealthMessage("unreadable-dump", Severity.WARNING, str(error), str(file.path)))
-    if not dumps:
-        raise UserError(f"none of {len(inputs)} flight-recorder dumps can be read; the first: {health[0].text}")
+    dumps, health = read_each(inputs, read_dump)
     by_rank, ranks_known = ranks_of(dumps)
     job = job_of(by_rank)
     health += _health(job, ranks_known)

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from headway.errors import UserError
-from headway.explain.finding import Explained, HealthMessage, Severity
+from headway.explain.finding import Explained, Finding, HealthMessage, Severity
 from headway.explain.input import Input
 from headway.explain.logs.findings import series_findings
 from headway.explain.logs.read import read_log
 from headway.explain.logs.series import Series
+from headway.explain.reading import read_each, side_by_side
 
 FEWEST_ROWS = 8
 """Of a log whose times are to be judged."""
@@ -18,21 +18,13 @@ FEWEST_ROWS = 8
 
 def explain_logs(inputs: Sequence[Input]) -> Explained:
     """Explain logs, each on its own. Raises UserError when none can be read."""
-    series, health = [], []
-    for one in inputs:
-        try:
-            series.append(read_log(one.path))
-        except UserError as error:
-            if len(inputs) == 1:
-                raise
-            health.append(HealthMessage("unreadable", Severity.WARNING, str(error), str(one.path)))
-    if not series:
-        raise UserError("\n".join(message.text for message in health))
-    return Explained(
-        health=(*health, *(message for one in series for message in series_health(one))),
-        findings=tuple(finding for one in series for finding in series_findings(one)),
-        details={"logs": [series_as_json(one) for one in series]},
-    )
+    series, unread = read_each(inputs, read_log)
+    return side_by_side((explained(one, series_findings(one), "logs") for one in series), unread)
+
+
+def explained(series: Series, findings: Sequence[Finding], named: str) -> Explained:
+    """One log's health, findings, and its times among the details ``named``."""
+    return Explained(tuple(series_health(series)), (), tuple(findings), {named: [series_as_json(series)]})
 
 
 def series_health(series: Series) -> list[HealthMessage]:

@@ -15,15 +15,14 @@ from headway.explain.finding import (
     Explained,
     Finding,
     Fix,
-    HealthMessage,
     Recoverable,
-    Severity,
 )
 from headway.explain.input import Input
-from headway.explain.logs.explain import series_as_json, series_health
+from headway.explain.logs.explain import explained
 from headway.explain.logs.findings import series_findings
 from headway.explain.logs.formats import of_fields
 from headway.explain.logs.series import Happening, Note, Row, Series
+from headway.explain.reading import read_each, side_by_side
 from headway.runs import read_events, read_metrics
 
 _HAPPENINGS = {
@@ -36,21 +35,8 @@ _HAPPENINGS = {
 
 def explain_run_directories(inputs: Sequence[Input]) -> Explained:
     """Explain runs, each on its own. Raises UserError when none can be read."""
-    series, health = [], []
-    for one in inputs:
-        try:
-            series.append(read_run(one.path))
-        except UserError as error:
-            if len(inputs) == 1:
-                raise
-            health.append(HealthMessage("unreadable", Severity.WARNING, str(error), str(one.path)))
-    if not series:
-        raise UserError("\n".join(message.text for message in health))
-    return Explained(
-        health=(*health, *(message for one in series for message in series_health(one))),
-        findings=tuple(finding for one in series for finding in _findings(one)),
-        details={"runs": [series_as_json(one) for one in series]},
-    )
+    series, unread = read_each(inputs, read_run)
+    return side_by_side((explained(one, _findings(one), "runs") for one in series), unread)
 
 
 def _findings(series: Series) -> list[Finding]:

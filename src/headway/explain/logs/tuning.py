@@ -20,6 +20,7 @@ from headway.explain.logs.findings import series_findings
 from headway.explain.logs.formats import of_fields
 from headway.explain.logs.series import Row, Series
 from headway.explain.logs.work import command_flags, work_of
+from headway.explain.reading import read_each, side_by_side
 
 ASSUMED_NOISE = 0.02
 """Where the table holds no repeat and calls nothing noise."""
@@ -71,25 +72,8 @@ class Judged:
 
 def explain_tables(inputs: Sequence[Input]) -> Explained:
     """Explain tables, each on its own. Raises UserError when none can be read."""
-    parts, health = [], []
-    for one in inputs:
-        try:
-            parts.append(_explain(one.path))
-        except UserError as error:
-            if len(inputs) == 1:
-                raise
-            health.append(HealthMessage("unreadable", Severity.WARNING, str(error), str(one.path)))
-    if not parts:
-        raise UserError("\n".join(message.text for message in health))
-    details: dict[str, Any] = {}
-    for part in parts:
-        for name, told in part.details.items():
-            details.setdefault(name, []).extend(told)
-    return Explained(
-        health=(*health, *(message for part in parts for message in part.health)),
-        findings=tuple(finding for part in parts for finding in part.findings),
-        details=details,
-    )
+    parts, unread = read_each(inputs, _explain)
+    return side_by_side(parts, unread)
 
 
 def _explain(path: Path) -> Explained:

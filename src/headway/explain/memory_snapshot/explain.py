@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from headway.errors import UserError
 from headway.explain.finding import Explained, HealthMessage, Severity
 from headway.explain.input import Input
 from headway.explain.memory_snapshot.categories import Category, bytes_by_category
 from headway.explain.memory_snapshot.findings import gib, memory_findings
 from headway.explain.memory_snapshot.peak import Peak, peak_of
 from headway.explain.memory_snapshot.snapshot import DeviceSnapshot, read_snapshot
+from headway.explain.reading import read_each
 
 _CURVE_POINTS = 500
 
@@ -20,16 +20,8 @@ def explain_memory_snapshot(inputs: Sequence[Input]) -> Explained:
 
     Raises UserError when no snapshot can be read.
     """
-    snapshots, health = [], []
-    for file in inputs:
-        try:
-            snapshots += read_snapshot(file.path)
-        except UserError as error:
-            if len(inputs) == 1:
-                raise
-            health.append(HealthMessage("unreadable-snapshot", Severity.WARNING, str(error), str(file.path)))
-    if not snapshots:
-        raise UserError(f"none of {len(inputs)} memory snapshots can be read; the first: {health[0].text}")
+    files, health = read_each(inputs, read_snapshot)
+    snapshots = [device for file in files for device in file]
     peaks = [peak_of(snapshot) for snapshot in snapshots]
     held = [
         bytes_by_category(peak.held, _has_stacks(snapshot)) for snapshot, peak in zip(snapshots, peaks, strict=True)
