@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headway.cli.result import JsonPath, give_result, is_cluster_file
-from headway.errors import UserError
+from headway.cli.result import JsonPath, give_result, is_cluster_file, write_or_tell
 
 if TYPE_CHECKING:
     from headway.calibrate import Calibration
@@ -42,10 +41,7 @@ def calibrate(
     from headway.cluster import cluster_toml
 
     found = measure(ranks, {"full": FULL, "short": SHORT}[effort][device_type()])
-    try:
-        to.write_text(cluster_toml(found.cluster), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--to {to} can't be written: {error.strerror}") from None
+    write_or_tell(to, lambda path: path.write_text(cluster_toml(found.cluster), encoding="utf-8"))
     give_result({"file": str(to)} | found.as_json(), _rendered(found, to), json_)
 
 

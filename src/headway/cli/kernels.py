@@ -108,15 +108,11 @@ def compile_(
                 rows.append((compiled.name, compiled.warps, target, found))
     text = _markdown(rows)
     if table is not None:
-        write_or_tell(table, lambda path: _write_page(path, text))
+        write_or_tell(table, lambda path: path.write_text(PAGE.format(table=text)))
     result = [{"kernel": name, "warps": warps, "target": target, **vars(found)} for name, warps, target, found in rows]
     give_result({"kernels": result, "broken": faults}, text, json_)
     if faults:
         raise RunFailed("\n".join(faults))
-
-
-def _write_page(path: Path, table: str) -> None:
-    path.write_text(PAGE.format(table=table))
 
 
 def _markdown(rows: "list[tuple[str, int, str, Facts]]") -> str:

@@ -1,7 +1,6 @@
 """``headway plan``: the best layouts for a recipe on a cluster that need not be there."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.cli.recipe_show import Overrides, RecipeFile
-from headway.cli.result import JsonPath, can_be_written, give_result, is_cluster_file
+from headway.cli.result import JsonPath, can_be_written, give_result, is_cluster_file, write_or_tell
 from headway.errors import UserError
 
 if TYPE_CHECKING:
@@ -115,10 +114,10 @@ def plan(
     )
     best = planned.plans[0].choice
     if to is not None:
-        _write(to, lambda path: path.write_text(to_toml(best.applied_to(resolved)), encoding="utf-8"))
+        write_or_tell(to, lambda path: path.write_text(to_toml(best.applied_to(resolved)), encoding="utf-8"))
     name = f"{resolved.model.class_name} on {best.devices} × {hardware.accelerator.name}"
     if html is not None:
-        _write(html, lambda path: write_plan_page(planned, name, path))
+        write_or_tell(html, lambda path: write_plan_page(planned, name, path))
     result = {"recipe": str(recipe)} | json_of(planned) | ({} if learned is None else {"calibrated_from": learned})
     told = explanation(planned) if explain else None
     if told is not None:
@@ -143,7 +142,7 @@ def _hardware(name: str | None, run: Path | None, to: Path | None) -> tuple["Clu
         raise UserError(f"{run} was not trained with --cluster: give --cluster, what it was trained on as you know it")
     found = calibrate_from(run, cluster_of(name or str(own)))
     file = to or run / "calibrated.toml"
-    _write(file, lambda path: path.write_text(cluster_toml(found.cluster), encoding="utf-8"))
+    write_or_tell(file, lambda path: path.write_text(cluster_toml(found.cluster), encoding="utf-8"))
     return found.cluster, found.as_json() | {"file": str(file)}
 
 
@@ -160,14 +159,6 @@ def _device_counts(given: str | None, cluster: "Cluster") -> list[int]:
     if found[0] < 1:
         raise UserError(f"--devices {given}: give numbers from 1 up")
     return found
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Raises UserError when the disk does not take it."""
-    try:
-        write(path)
-    except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}") from None
 
 
 def _rendered(planned: "Planned", result: dict[str, Any], name: str, told: str | None) -> str:

@@ -42,7 +42,7 @@ JsonPath = Annotated[
 ]
 
 
-def write_or_tell(path: Path, write: Callable[[Path], None]) -> None:
+def write_or_tell(path: Path, write: Callable[[Path], object]) -> None:
     """Raises UserError when the disk does not take what ``write`` writes to ``path``."""
     try:
         write(path)
