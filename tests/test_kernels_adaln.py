@@ -18,30 +18,35 @@ from soak import soak
 pytest.importorskip("triton")
 
 from headway.kernels.proof import adaln_cases
-from headway.kernels.proof.adaln_cases import CASES, Case, Inputs, check, eager, inputs, kernel
+from headway.kernels.proof.adaln_cases import CASES, Case, Inputs, check, eager, inputs, kernel, results_of
 
 EPSILON = 1e-6
+RESIDUALS = ("gated", "added", "none")
 float64 = torch.float64
 
 
 def through_operator(given: Inputs, norm: str = "layer") -> dict[str, torch.Tensor]:
     """As ``eager``, by the operator on the CPU."""
-    gated = given.branch is not None
-    names = ("x", "branch", "gate", "scale", "shift") if gated else ("x", "scale", "shift")
-    leaves = {name: getattr(given, name).detach().requires_grad_() for name in names}
+    leaves = {name: getattr(given, name).detach().requires_grad_() for name in arguments_of(given)}
     hidden, output = adaln(**leaves, norm=norm, epsilon=EPSILON)
-    results = [hidden, output] if gated else [output]
-    upstream = [given.grad_hidden, given.grad_output] if gated else [given.grad_output]
+    added = given.branch is not None
+    results = [hidden, output] if added else [output]
+    upstream = [given.grad_hidden, given.grad_output] if added else [given.grad_output]
     gradients = torch.autograd.grad(results, list(leaves.values()), upstream)
     values = [*(result.detach() for result in results), *gradients]
-    return dict(zip(adaln_cases.RESULTS if gated else adaln_cases.UNGATED_RESULTS, values, strict=True))
+    return dict(zip(results_of(given), values, strict=True))
+
+
+def arguments_of(given: Inputs) -> list[str]:
+    """Names of the tensors that forward is given."""
+    return [name for name in ("x", "branch", "gate", "scale", "shift") if getattr(given, name) is not None]
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("rows", [1, 3, 6])
-def test_the_operator_on_a_cpu_is_what_torch_computes_in_float64(norm, gated, rows):
-    made = inputs(Case(2, 6, rows, 20, float64, norm, gated, strided=True))
+def test_the_operator_on_a_cpu_is_what_torch_computes_in_float64(norm, residual, rows):
+    made = inputs(Case(2, 6, rows, 20, float64, norm, residual, strided=True))
     right = eager(made, norm, EPSILON)
     for name, value in through_operator(made, norm).items():
         torch.testing.assert_close(value, right[name], rtol=1e-12, atol=1e-12)
@@ -61,7 +66,7 @@ shapes = st.builds(
     width=st.integers(1, 300),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     norm=st.sampled_from(["layer", "rms"]),
-    gated=st.booleans(),
+    residual=st.sampled_from(RESIDUALS),
     strided=st.booleans(),
     programs=st.integers(1, 12),
 )
@@ -167,7 +172,7 @@ def test_float32_parameters_of_bfloat16_tokens_keep_their_precision():
     ("changed", "message"),
     [
         ({"norm": "batch"}, "neither 'layer' nor 'rms'"),
-        ({"gate": None}, "given together"),
+        ({"branch": None}, "a gate and no branch"),
         ({"branch": torch.zeros(1, 4, 7)}, "has its shape"),
         ({"shift": torch.zeros(1, 2, 8, dtype=float64)}, "shift torch.float64"),
         ({"gate": torch.zeros(1, 1, 8)}, "gate"),
@@ -181,9 +186,9 @@ def test_shapes_that_do_not_go_together_are_refused(changed, message):
         adaln(**(tensors | changed))
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_torch_finds_the_operator_well_registered(gated):
-    made = inputs(Case(1, 4, 2, 6, float64, gated=gated))
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_torch_finds_the_operator_well_registered(residual):
+    made = inputs(Case(1, 4, 2, 6, float64, residual=residual))
     arguments = [
         None if t is None else t.requires_grad_() for t in (made.x, made.branch, made.gate, made.scale, made.shift)
     ]
@@ -200,22 +205,25 @@ def test_a_whole_graph_compiles_around_it():
         assert torch.equal(value, right), name
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_fake_tensors_on_a_gpu_need_none(gated):
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_fake_tensors_on_a_gpu_need_none(residual):
     """Autograd on such tensors asks the device for a stream, so forward and backward are called one by one."""
-    given = inputs(Case(2, 6, 3, 8, gated=gated))
+    given = inputs(Case(2, 6, 3, 8, residual=residual))
     with FakeTensorMode(allow_non_fake_inputs=True):
         made = Inputs(
             *(t if t is None else torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in vars(given).values())
         )
         hidden, output, mean, rstd = adaln_forward(*list(vars(made).values())[:5], "layer", EPSILON)
-        kept = hidden if gated else made.x
+        kept = made.x if made.branch is None else hidden
+        gated = None if made.gate is None else made.branch
         gradients = adaln_backward(
-            made.grad_hidden, made.grad_output, kept, made.branch, made.gate, made.scale, mean, rstd, "layer"
+            made.grad_hidden, made.grad_output, kept, gated, made.gate, made.scale, mean, rstd, "layer"
         )
     assert mean.dtype == rstd.dtype == torch.float32
     results = dict(zip(adaln_cases.RESULTS, (hidden, output, *gradients), strict=True))
     for name, value in eager(given, "layer", EPSILON).items():
+        if name == "grad_branch" and residual == "added":
+            continue
         assert results[name].device.type == "cuda"
         assert (results[name].shape, results[name].dtype) == (value.shape, value.dtype)
 
@@ -244,21 +252,21 @@ def test_selective_checkpointing_keeps_or_recomputes_it(policy, monkeypatch):
     )
 
 
-def distributed(gated: bool) -> list[tuple[str, bool]]:
+def distributed(residual: str) -> list[tuple[str, bool]]:
     """For splits of samples and tokens: whether results keep the split, and gradients are those of one device."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     held = []
     for rows, split, parameters in ((1, 0, Shard(0)), (1, 1, Replicate()), (2, 1, Shard(1)), (4, 1, Shard(1))):
-        made = inputs(Case(2, 4, rows, 6, float64, gated=gated))
+        made = inputs(Case(2, 4, rows, 6, float64, residual=residual))
         right = eager(made, "layer", EPSILON)
-        names = ("x", "branch", "gate", "scale", "shift") if gated else ("x", "scale", "shift")
+        names = arguments_of(made)
         placed = {n: Shard(split) if n in ("x", "branch") else parameters for n in names}
         leaves = {n: distribute_tensor(getattr(made, n), mesh, [placed[n]]).requires_grad_() for n in names}
         hidden, output = adaln(**leaves, epsilon=EPSILON)
         upstream = [
             distribute_tensor(t, mesh, [Shard(split)]) for t in (made.grad_hidden, made.grad_output) if t is not None
         ]
-        results = [hidden, output] if gated else [output]
+        results = [output] if made.branch is None else [hidden, output]
         gradients = torch.autograd.grad(results, list(leaves.values()), upstream)
         held.append((f"split of {split}, {rows} rows", all(r.placements == (Shard(split),) for r in results)))
         for name, value in zip(right, [*results, *gradients], strict=True):
@@ -267,8 +275,8 @@ def distributed(gated: bool) -> list[tuple[str, bool]]:
     return held
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_dtensors_keep_their_split_and_give_the_gradients_of_one_device(gated):
-    for held in run_ranks(2, distributed, gated):
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_dtensors_keep_their_split_and_give_the_gradients_of_one_device(residual):
+    for held in run_ranks(2, distributed, residual):
         assert [name for name, right in held if not right] == []
         assert len(held) > 16

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from headway.kernels import adaln_reference
+from headway.kernels.wide import wide_dtype
 
 Norm = Literal["layer", "rms"]
 
@@ -22,7 +23,9 @@ def adaln(
     norm: Norm = "layer",
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual stream h = x + gate·branch (x itself without a branch) and norm(h)·(1 + scale) + shift.
+    """Return the residual stream h = x + gate·branch and norm(h)·(1 + scale) + shift.
+
+    Without a gate h = x + branch; without a branch h is x itself.
 
     Args:
         x, branch: [samples, tokens, width], of one dtype, which is that of both results.
@@ -42,8 +45,8 @@ def adaln(
 def _check(x: Tensor, branch: Tensor | None, gate: Tensor | None, scale: Tensor, shift: Tensor, norm: str) -> None:
     if norm not in ("layer", "rms"):
         raise ValueError(f"adaln: norm {norm!r} is neither 'layer' nor 'rms'")
-    if (branch is None) != (gate is None):
-        raise ValueError("adaln: branch and gate are given together or not at all")
+    if branch is None and gate is not None:
+        raise ValueError("adaln: there is a gate and no branch")
     if x.ndim != 3 or (branch is not None and (branch.shape != x.shape or branch.dtype != x.dtype)):
         raise ValueError("adaln: x is [samples, tokens, width], and branch has its shape and dtype")
     if scale.dtype != shift.dtype:
@@ -79,7 +82,7 @@ def adaln_backward(
     rstd: Tensor,
     norm: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, branch, gate (empty without a branch), scale and shift."""
+    """Gradients of x, branch, gate (both empty without a gate), scale and shift: see the reference."""
     return adaln_reference.backward(grad_hidden, grad_output, hidden, branch, gate, scale, mean, rstd, norm)
 
 
@@ -101,7 +104,7 @@ def _(grad_hidden, grad_output, hidden, branch, gate, scale, mean, rstd, norm):
 
 @adaln_forward.register_fake
 def _(x, branch, gate, scale, shift, norm, epsilon):
-    statistics = x.new_empty(x.shape[:2], dtype=adaln_reference.wide_dtype(x.dtype))
+    statistics = x.new_empty(x.shape[:2], dtype=wide_dtype(x.dtype))
     hidden = x.new_empty(0 if branch is None else x.shape)
     return hidden, x.new_empty(x.shape), statistics, torch.empty_like(statistics)
 
@@ -110,7 +113,7 @@ def _(x, branch, gate, scale, shift, norm, epsilon):
 def _(grad_hidden, grad_output, hidden, branch, gate, scale, mean, rstd, norm):
     return (
         hidden.new_empty(hidden.shape),
-        hidden.new_empty(0 if branch is None else hidden.shape),
+        hidden.new_empty(0 if gate is None else hidden.shape),
         scale.new_empty(0) if gate is None else gate.new_empty(gate.shape),
         scale.new_empty(scale.shape),
         scale.new_empty(scale.shape),
@@ -120,8 +123,9 @@ def _(grad_hidden, grad_output, hidden, branch, gate, scale, mean, rstd, norm):
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, branch, gate, scale, _, norm, _ = inputs
     hidden, _, mean, rstd = output
-    ctx.save_for_backward(x if branch is None else hidden, branch, gate, scale, mean, rstd)
-    ctx.norm = norm
+    kept = None if gate is None else branch
+    ctx.save_for_backward(x if branch is None else hidden, kept, gate, scale, mean, rstd)
+    ctx.norm, ctx.added = norm, branch is not None
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)  # zeros made for a DTensor that no one used would be a plain tensor
 
@@ -130,14 +134,17 @@ def _differentiate(
     ctx: Any, grad_hidden: Tensor | None, grad_output: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # asked for once: checkpointing recomputes them then
-    hidden, branch = saved[:2]
-    gated = branch is not None
+    hidden, _, gates = saved[:3]
     if grad_output is None:
         grad_output = torch.zeros_like(hidden)
-    if grad_hidden is None and gated:
+    if not ctx.added:
+        grad_hidden = None
+    elif grad_hidden is None:
         grad_hidden = torch.zeros_like(hidden)
     x, branch, gate, scale, shift = adaln_backward(grad_hidden, grad_output, *saved, ctx.norm)
-    return x, branch if gated else None, gate if gated else None, scale, shift, None, None
+    if gates is None:
+        return x, x if ctx.added else None, None, scale, shift, None, None
+    return x, branch, gate, scale, shift, None, None
 
 
 adaln_forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
@@ -160,18 +167,18 @@ def _placements(tokens: Any, parameter: Any) -> list[tuple[Placement, Placement,
     return ways
 
 
-def _if_gated(gated: bool, placement: Placement) -> Placement:
-    """What is empty without a branch is on every rank as it is."""
-    return placement if gated else Replicate()
+def _if(given: Any, placement: Placement) -> Placement:
+    """What is empty without ``given`` is on every rank as it is."""
+    return Replicate() if given is None else placement
 
 
 @register_sharding(torch.ops.headway.adaln.default)
 def _(x, branch, gate, scale, shift, norm, epsilon):
-    gated = branch is not None
+    added, gated = branch is not None, gate is not None
     return [
         (
-            [_if_gated(gated, tokens), tokens, tokens, tokens],
-            [tokens, tokens if gated else None, rows if gated else None, rows, rows, None, None],
+            [_if(branch, tokens), tokens, tokens, tokens],
+            [tokens, tokens if added else None, rows if gated else None, rows, rows, None, None],
         )
         for tokens, rows, _ in _placements(x, scale)
     ]
@@ -179,12 +186,12 @@ def _(x, branch, gate, scale, shift, norm, epsilon):
 
 @register_sharding(torch.ops.headway.adaln_backward.default)
 def _(grad_hidden, grad_output, hidden, branch, gate, scale, mean, rstd, norm):
-    gated = branch is not None
+    added, gated = grad_hidden is not None, gate is not None
     return [
         (
-            [tokens, _if_gated(gated, tokens), _if_gated(gated, grad), grad, grad],
+            [tokens, _if(gate, tokens), _if(gate, grad), grad, grad],
             [
-                tokens if gated else None,
+                tokens if added else None,
                 tokens,
                 tokens,
                 tokens if gated else None,

@@ -1,6 +1,7 @@
 """adaLN in plain PyTorch: what every device without a kernel runs, and what the kernel is held to.
 
-Gated residual, norm, modulate, for token l of sample b, with g, s, t the rows of gate, scale and shift that l reads:
+Gated residual, norm, modulate, for token l of sample b, with g, s, t the rows of gate, scale and shift that l reads
+(g = 1 without a gate, no branch added without a branch):
 
     h = x + g · branch          n = (h − mean(h)) / sqrt(var(h) + ε)          o = n · (1 + s) + t
 
@@ -11,10 +12,7 @@ before it is normed, because the rounded h is what the model's residual stream c
 import torch
 from torch import Tensor
 
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a tensor of ``dtype`` is computed and accumulated in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from headway.kernels.wide import wide_dtype
 
 
 def forward(
@@ -23,9 +21,11 @@ def forward(
     """Return h (empty without a branch), o, mean and 1/deviation of each token [samples, tokens], the last two wide."""
     wide = wide_dtype(x.dtype)
     hidden = x
-    if branch is not None and gate is not None:
-        gated = _by_group(branch.to(wide), gate) * _rows(gate, wide)
-        hidden = (x.to(wide) + gated.flatten(1, 2)).to(x.dtype)
+    if branch is not None:
+        added = branch.to(wide)
+        if gate is not None:
+            added = (_by_group(added, gate) * _rows(gate, wide)).flatten(1, 2)
+        hidden = (x.to(wide) + added).to(x.dtype)
     values = hidden.to(wide)
     mean = values.mean(-1) if norm == "layer" else values.new_zeros(values.shape[:2])
     centred = values - mean[..., None]
@@ -47,9 +47,10 @@ def backward(
     rstd: Tensor,
     norm: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, branch, gate (both empty without a branch), scale and shift.
+    """Return the gradients of x, branch, gate (both empty without a gate), scale and shift.
 
-    There is a ``grad_hidden`` where there is a branch; without one, ``hidden`` is x.
+    There is a ``grad_hidden`` where a branch was added; without one, ``hidden`` is x. Branch and gate are given
+    together: of a branch that was added without a gate the gradient is that of x.
 
     With d = do·(1 + s):  dh = dh' + (d − mean(d) − n·mean(d·n)) / deviation;  dx = dh;  dbranch = g·dh;
     dg = Σ dh·branch;  ds = Σ do·n;  dt = Σ do; sums run over the tokens that read a row.
@@ -64,9 +65,10 @@ def backward(
     grad = rstd[..., None] * (grad_normed - projected)
     grad_scale = (upstream * _by_group(normed, scale)).sum(2).to(scale.dtype)
     grad_shift = upstream.sum(2).to(scale.dtype)
-    if grad_hidden is None or branch is None or gate is None:
+    if grad_hidden is not None:
+        grad = grad + grad_hidden.to(wide)
+    if branch is None or gate is None:
         return grad.to(hidden.dtype), hidden.new_empty(0), scale.new_empty(0), grad_scale, grad_shift
-    grad = grad + grad_hidden.to(wide)
     grouped = _by_group(grad, gate)
     grad_branch = (grouped * _rows(gate, wide)).flatten(1, 2).to(hidden.dtype)
     grad_gate = (grouped * _by_group(branch.to(wide), gate)).sum(2).to(gate.dtype)

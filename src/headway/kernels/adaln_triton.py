@@ -1,8 +1,7 @@
 """adaLN for GPUs: one pass forward; backward in one pass and a sum of partial sums in a fixed order.
 
 A token is a program's row, held in registers. Backward gives each program a run of consecutive tokens that read the
-same row of the parameters, and keeps that run's sums; their number follows from shapes alone, so that gradients have
-the same bits in every run. Nothing is added atomically.
+same row of the parameters, and keeps that run's sums.
 """
 
 import torch
@@ -10,12 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDEST = 8192
-"""Elements a token that fit the registers of one program; bfloat16 without spills (proof/), float32 spills a few."""
-BACKWARD_PROGRAMS = 512
-"""About four rounds over the 132 multiprocessors of an H100; partial sums are then a few per cent of the traffic."""
-ELEMENTS_PER_THREAD = {"forward": 32, "backward": 16}
-COMBINED_CHUNKS, COMBINED_COLUMNS = 32, 64
+from headway.kernels.rows_triton import (
+    BACKWARD_PROGRAMS,
+    TYPES,
+    WIDEST,
+    block_and_warps,
+    chunked,
+    combine,
+    parts_of,
+    unit_columns,
+)
 
 
 @triton.jit
@@ -23,7 +26,7 @@ def forward_kernel(
     x, branch, gate, scale, shift, hidden, output, mean_out, rstd_out,
     x_sample, x_token, branch_sample, branch_token, gate_sample, gate_row,
     scale_sample, scale_row, shift_sample, shift_row, tokens, tokens_per_row, width, epsilon,
-    GATED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    ADDED: tl.constexpr, GATED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token: h, o and the token's statistics. ``…_sample`` and the like are strides in elements."""
     program = tl.program_id(0).to(tl.int64)
@@ -33,10 +36,14 @@ def forward_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     values = tl.load(x + sample * x_sample + token * x_token + columns, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        gates = tl.load(gate + sample * gate_sample + row * gate_row + columns, mask=inside, other=0.0).to(tl.float32)
-        added = tl.load(branch + sample * branch_sample + token * branch_token + columns, mask=inside, other=0.0)
-        rounded = (values + gates * added.to(tl.float32)).to(hidden.dtype.element_ty)
+    if ADDED:
+        added = tl.load(branch + sample * branch_sample + token * branch_token + columns, mask=inside, other=0.0).to(
+            tl.float32
+        )
+        if GATED:
+            gates = tl.load(gate + sample * gate_sample + row * gate_row + columns, mask=inside, other=0.0)
+            added = gates.to(tl.float32) * added
+        rounded = (values + added).to(hidden.dtype.element_ty)
         tl.store(hidden + program * width + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
     mean = 0.0
@@ -59,7 +66,7 @@ def backward_kernel(
     grad_hidden_sample, grad_hidden_token, grad_output_sample, grad_output_token, hidden_sample, hidden_token,
     branch_sample, branch_token, gate_sample, gate_row, scale_sample, scale_row,
     tokens, rows, tokens_per_row, chunks, tokens_per_chunk, width,
-    GATED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    ADDED: tl.constexpr, GATED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A chunk of the tokens that read one row of the parameters: their gradients, and their part of the row's."""
     program = tl.program_id(0).to(tl.int64)
@@ -95,7 +102,7 @@ def backward_kernel(
         if CENTRED:
             projected += tl.sum(grad, 0) / width
         grad = deviation * (grad - projected)
-        if GATED:
+        if ADDED:
             grad += tl.load(
                 grad_hidden + sample * grad_hidden_sample + token * grad_hidden_token + columns, mask=inside, other=0.0
             ).to(tl.float32)
@@ -114,24 +121,9 @@ def backward_kernel(
         tl.store(grad_gate + part, gate_sum.to(grad_gate.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def combine_kernel(parts, total, chunks, width, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum ``parts`` [rows, chunks, width] over chunks, always in the same order."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < width
-    summed = tl.zeros((COLUMNS,), tl.float32)
-    for first in range(0, chunks, CHUNKS):
-        chunk = first + tl.arange(0, CHUNKS)
-        places = (row * chunks + chunk)[:, None] * width + columns[None, :]
-        tile = tl.load(parts + places, mask=(chunk < chunks)[:, None] & inside[None, :], other=0.0)
-        summed += tl.sum(tile, 0)
-    tl.store(total + row * width + columns, summed.to(total.dtype.element_ty), mask=inside)
-
-
 def fits(x: Tensor) -> bool:
     """Whether these kernels take tokens like ``x`` [samples, tokens, width]."""
-    return x.dtype in (torch.bfloat16, torch.float16, torch.float32) and 0 < x.shape[2] <= WIDEST
+    return x.dtype in TYPES and 0 < x.shape[2] <= WIDEST
 
 
 def forward(
@@ -139,23 +131,23 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``adaln_reference.forward``."""
     samples, tokens, width = x.shape
-    gated = branch is not None
-    hidden = x.new_empty(x.shape if gated else 0)
+    added, gated = branch is not None, gate is not None
+    hidden = x.new_empty(x.shape if added else 0)
     output = x.new_empty(x.shape)
     mean = x.new_empty((samples, tokens), dtype=torch.float32)
     rstd = torch.empty_like(mean)
     if not x.numel():
         return hidden, output, mean, rstd
-    x, scale, shift = _unit_columns(x), _unit_columns(scale), _unit_columns(shift)
-    branch = x if branch is None else _unit_columns(branch)
-    gate = scale if gate is None else _unit_columns(gate)
+    x, scale, shift = unit_columns(x), unit_columns(scale), unit_columns(shift)
+    branch = x if branch is None else unit_columns(branch)
+    gate = scale if gate is None else unit_columns(gate)
     block, warps = block_and_warps(width, "forward")
     with torch.cuda.device_of(x):
         forward_kernel[(samples * tokens,)](
             x, branch, gate, scale, shift, hidden, output, mean, rstd,
             *x.stride()[:2], *branch.stride()[:2], *gate.stride()[:2], *scale.stride()[:2], *shift.stride()[:2],
             tokens, tokens // scale.shape[1], width, epsilon,
-            GATED=gated, CENTRED=norm == "layer", BLOCK=block, num_warps=warps,
+            ADDED=added, GATED=gated, CENTRED=norm == "layer", BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return hidden, output, mean, rstd
 
@@ -175,7 +167,7 @@ def backward(
     """As ``adaln_reference.backward``, on about ``programs`` programs."""
     samples, tokens, width = hidden.shape
     rows = scale.shape[1]
-    gated = branch is not None
+    added, gated = grad_hidden is not None, gate is not None
     grad_x = hidden.new_empty(hidden.shape)
     grad_branch = hidden.new_empty(hidden.shape if gated else 0)
     parameter = (samples, rows, width)
@@ -186,14 +178,14 @@ def backward(
     )
     if not hidden.numel():
         return grad_x, grad_branch, grad_gate, grad_scale, grad_shift
-    grad_output, hidden, scale = _unit_columns(grad_output), _unit_columns(hidden), _unit_columns(scale)
-    grad_hidden = grad_output if grad_hidden is None else _unit_columns(grad_hidden)
-    branch = hidden if branch is None else _unit_columns(branch)
-    gate = scale if gate is None else _unit_columns(gate)
+    grad_output, hidden, scale = unit_columns(grad_output), unit_columns(hidden), unit_columns(scale)
+    grad_hidden = grad_output if grad_hidden is None else unit_columns(grad_hidden)
+    branch = hidden if branch is None else unit_columns(branch)
+    gate = scale if gate is None else unit_columns(gate)
     tokens_per_row = tokens // rows
     tokens_per_chunk, chunks = chunked(samples * tokens, tokens_per_row, programs)
     totals = (grad_gate, grad_scale, grad_shift)
-    parts = [t if chunks == 1 else t.new_empty((chunks * t.numel(),), dtype=torch.float32) for t in totals]
+    parts = [parts_of(total, chunks) for total in totals]
     block, warps = block_and_warps(width, "backward")
     with torch.cuda.device_of(hidden):
         backward_kernel[(samples * rows * chunks,)](
@@ -201,28 +193,8 @@ def backward(
             *grad_hidden.stride()[:2], *grad_output.stride()[:2], *hidden.stride()[:2], *branch.stride()[:2],
             *gate.stride()[:2], *scale.stride()[:2],
             tokens, rows, tokens_per_row, chunks, tokens_per_chunk, width,
-            GATED=gated, CENTRED=norm == "layer", BLOCK=block, num_warps=warps,
+            ADDED=added, GATED=gated, CENTRED=norm == "layer", BLOCK=block, num_warps=warps,
         )  # fmt: skip
         for part, total in zip(parts, totals, strict=True):
-            if chunks > 1 and total.numel():
-                combine_kernel[(samples * rows, triton.cdiv(width, COMBINED_COLUMNS))](
-                    part, total, chunks, width, CHUNKS=COMBINED_CHUNKS, COLUMNS=COMBINED_COLUMNS, num_warps=4
-                )
+            combine(part, total, chunks)
     return grad_x, grad_branch, grad_gate, grad_scale, grad_shift
-
-
-def block_and_warps(width: int, direction: str) -> tuple[int, int]:
-    """Elements of a program's block and the warps that hold it, so that nothing spills."""
-    block = triton.next_power_of_2(width)
-    return block, min(16, max(1, block // (32 * ELEMENTS_PER_THREAD[direction])))
-
-
-def chunked(all_tokens: int, tokens_per_row: int, programs: int) -> tuple[int, int]:
-    """Tokens a program of backward takes, and programs for each row of the parameters."""
-    tokens_per_chunk = min(tokens_per_row, triton.cdiv(all_tokens, programs))
-    return tokens_per_chunk, triton.cdiv(tokens_per_row, tokens_per_chunk)
-
-
-def _unit_columns(tensor: Tensor) -> Tensor:
-    """``tensor`` with neighbouring columns beside each other in memory, copied only if they are not."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

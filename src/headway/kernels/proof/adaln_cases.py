@@ -2,23 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels import adaln_triton
-from headway.kernels.adaln_triton import (
-    COMBINED_CHUNKS,
-    COMBINED_COLUMNS,
-    backward_kernel,
-    block_and_warps,
-    combine_kernel,
-    forward_kernel,
-)
+from headway.kernels.adaln_triton import backward_kernel, forward_kernel
 from headway.kernels.proof.accuracy import Verdict, judge
 from headway.kernels.proof.interpreter import interpreted
 from headway.kernels.proof.machine_code import Compiled
+from headway.kernels.proof.rows_cases import sum_of_parts
+from headway.kernels.rows_triton import block_and_warps
 
 BLOCKS = (4096, 8192)
 """Of Flux and HunyuanVideo (width 3072), and of Wan 14B (5120)."""
@@ -27,7 +23,12 @@ TOKENS = ("x", "branch", "hidden", "output", "grad_hidden", "grad_output", "grad
 PARAMETERS = ("gate", "scale", "shift")
 
 RESULTS = ("hidden", "output", "grad_x", "grad_branch", "grad_gate", "grad_scale", "grad_shift")
-UNGATED_RESULTS = ("output", "grad_x", "grad_scale", "grad_shift")
+
+
+def results_of(given: "Inputs") -> tuple[str, ...]:
+    """Names of the results that there are."""
+    lacking = {"hidden", "grad_branch"} if given.branch is None else set()
+    return tuple(name for name in RESULTS if name not in lacking and (name != "grad_gate" or given.gate is not None))
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ class Case:
     width: int
     dtype: torch.dtype = torch.bfloat16
     norm: str = "layer"
-    gated: bool = True
+    residual: Literal["gated", "added", "none"] = "gated"
     strided: bool = False
     magnitude: float = 1.0
     programs: int = 3
     """Of backward: few, so that several chunks of tokens share a row of the parameters."""
 
     def __str__(self) -> str:
-        how = [self.norm, "gated" if self.gated else "", "strided" if self.strided else ""]
+        how = [self.norm, self.residual.replace("none", ""), "strided" if self.strided else ""]
         size = f"x{self.magnitude:g}" if self.magnitude != 1 else ""
         shape = f"{self.samples}x{self.tokens}x{self.width}/{self.rows}"
         return " ".join(filter(None, [shape, str(self.dtype).removeprefix("torch."), *how, size]))
@@ -58,8 +59,9 @@ CASES = (
     Case(2, 6, 3, 100, norm="rms", strided=True),
     Case(1, 5, 5, 33, torch.float32),
     Case(1, 4, 2, 17, torch.float16, strided=True),
-    Case(2, 3, 1, 64, torch.float32, norm="rms", gated=False),
-    Case(1, 3, 1, 1, torch.float32, gated=False, strided=True),
+    Case(2, 3, 1, 64, torch.float32, norm="rms", residual="none"),
+    Case(1, 3, 1, 1, torch.float32, residual="none", strided=True),
+    Case(2, 4, 2, 72, residual="added", strided=True),
     Case(1, 4, 1, 48, magnitude=1e15),
     Case(1, 4, 2, 48, torch.float32, magnitude=1e-15),
 )
@@ -98,29 +100,32 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
         made = torch.randn((case.samples, case.rows, case.width * wider), generator=random).to(case.dtype)
         return made[:, :, case.width * (wider - 1) :]
 
-    x, branch = tokens(case.magnitude), tokens(case.magnitude) if case.gated else None
-    gate = parameter() if case.gated else None
-    grad_hidden = tokens() if case.gated else None
+    added = case.residual != "none"
+    x, branch = tokens(case.magnitude), tokens(case.magnitude) if added else None
+    gate = parameter() if case.residual == "gated" else None
+    grad_hidden = tokens() if added else None
     return Inputs(x, branch, gate, parameter(), parameter(), grad_hidden, tokens())
 
 
 def eager(given: Inputs, norm: str, epsilon: float) -> dict[str, Tensor]:
     """Results of PyTorch's own operations, and of autograd, in the dtype of the inputs."""
-    gated = [] if given.branch is None or given.gate is None else [given.branch, given.gate]
-    leaves = [tensor.detach().requires_grad_() for tensor in (given.x, *gated, given.scale, given.shift)]
-    hidden, scale, shift = leaves[0], *leaves[-2:]
+    named = {name: getattr(given, name) for name in ("x", "branch", "gate", "scale", "shift")}
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in named.items() if tensor is not None}
+    hidden, scale, shift = leaves["x"], leaves["scale"], leaves["shift"]
     times = hidden.shape[1] // scale.shape[1]
-    if gated:
-        hidden = hidden + leaves[2].repeat_interleave(times, 1) * leaves[1]
+    if "gate" in leaves:
+        hidden = hidden + leaves["gate"].repeat_interleave(times, 1) * leaves["branch"]
+    elif "branch" in leaves:
+        hidden = hidden + leaves["branch"]
     width = hidden.shape[-1:]
     normed = F.layer_norm(hidden, width, eps=epsilon) if norm == "layer" else F.rms_norm(hidden, width, eps=epsilon)
     output = normed * (1 + scale.repeat_interleave(times, 1)) + shift.repeat_interleave(times, 1)
-    results = {"hidden": (hidden, given.grad_hidden)} if gated else {}
-    results["output"] = (output, given.grad_output)
-    tensors, upstream = zip(*results.values(), strict=True)
-    gradients = torch.autograd.grad(tensors, leaves, upstream)
+    results = [] if given.grad_hidden is None else [(hidden, given.grad_hidden)]
+    results.append((output, given.grad_output))
+    tensors, upstream = zip(*results, strict=True)
+    gradients = torch.autograd.grad(tensors, list(leaves.values()), upstream)
     values = [*(tensor.detach() for tensor in tensors), *gradients]
-    return dict(zip(RESULTS if gated else UNGATED_RESULTS, values, strict=True))
+    return dict(zip(results_of(given), values, strict=True))
 
 
 def kernel(given: Inputs, case: Case, epsilon: float, order: int | None = None) -> dict[str, Tensor]:
@@ -130,12 +135,15 @@ def kernel(given: Inputs, case: Case, epsilon: float, order: int | None = None) 
             given.x, given.branch, given.gate, given.scale, given.shift, case.norm, epsilon
         )
         kept = hidden if given.branch is not None else given.x
+        gated = None if given.gate is None else given.branch
         gradients = adaln_triton.backward(
-            given.grad_hidden, given.grad_output, kept, given.branch, given.gate, given.scale, mean, rstd,
+            given.grad_hidden, given.grad_output, kept, gated, given.gate, given.scale, mean, rstd,
             case.norm, case.programs,
         )  # fmt: skip
     named = dict(zip(RESULTS, (hidden, output, *gradients), strict=True))
-    return named if given.branch is not None else {name: named[name] for name in UNGATED_RESULTS}
+    if given.branch is not None and given.gate is None:
+        named["grad_branch"] = named["grad_x"]
+    return {name: named[name] for name in results_of(given)}
 
 
 def check(case: Case, seed: int = 0, epsilon: float = 1e-6) -> list[Verdict]:
@@ -152,7 +160,7 @@ def compiled() -> Iterator[Compiled]:
     for block in BLOCKS:
         for direction, function in (("forward", forward_kernel), ("backward", backward_kernel)):
             _, warps = block_and_warps(block, direction)
-            constants = {"GATED": True, "CENTRED": True, "BLOCK": block}
+            constants = {"ADDED": True, "GATED": True, "CENTRED": True, "BLOCK": block}
             names = [name for name in function.arg_names if name not in constants]
             pointers = {name: _pointer(name) for name in names if _pointer(name)}
             scalars = {name: "fp32" if name == "epsilon" else "i32" for name in names if name not in pointers}
@@ -166,16 +174,7 @@ def compiled() -> Iterator[Compiled]:
                 odd=COUNTS & set(scalars),
                 statistics=(0, 2) if direction == "forward" else (2, 0),
             )
-    yield Compiled(
-        "adaln backward, sum of parts",
-        combine_kernel,
-        {"parts": "*fp32", "total": "*bf16"},
-        {"chunks": "i32", "width": "i32"},
-        {"CHUNKS": COMBINED_CHUNKS, "COLUMNS": COMBINED_COLUMNS},
-        warps=4,
-        odd=frozenset({"chunks"}),
-        statistics=(0, 1),
-    )
+    yield sum_of_parts("sum of parts")
 
 
 def _pointer(name: str) -> str:
