@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from headway.kernels.proof import adaln_cases
+from headway.kernels.proof import adaln_cases, adamw_cases
 from headway.kernels.proof.machine_code import TARGETS, Compiled, broken, facts
 
 
@@ -45,6 +45,15 @@ def test_adaln_keeps_every_promise(name, target):
     found = facts(ADALN[name], target)
     assert broken(ADALN[name], found, target) == []
     assert found.registers <= 255
+
+
+ADAMW = {compiled.name: compiled for compiled in adamw_cases.compiled()}
+
+
+@pytest.mark.parametrize("name", ADAMW)
+@pytest.mark.parametrize("target", ["sm_90", *map(soak, sorted(TARGETS.keys() - {"sm_90"}))])
+def test_adamw_keeps_every_promise(name, target):
+    assert broken(ADAMW[name], facts(ADAMW[name], target), target) == []
 
 
 @pytest.mark.parametrize("name", QUICK)

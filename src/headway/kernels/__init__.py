@@ -1,6 +1,8 @@
 """Fused operators: each a reference in plain PyTorch, and a GPU kernel that is proven without a GPU."""
 
 from headway.kernels.adaln import adaln
+from headway.kernels.adamw import Average, Rounding, adamw_
 from headway.kernels.catalogue import OPERATORS, Operator
+from headway.kernels.stochastic_rounding import Place, key_of, place_of
 
-__all__ = ["OPERATORS", "Operator", "adaln"]
+__all__ = ["OPERATORS", "Average", "Operator", "Place", "Rounding", "adaln", "adamw_", "key_of", "place_of"]

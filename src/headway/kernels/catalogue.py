@@ -21,5 +21,10 @@ OPERATORS = {
             "h = x + gate·branch; LayerNorm or RMSNorm of h; · (1 + scale) + shift; each by sample, frame or token",
             "headway.kernels.proof.adaln_cases",
         ),
+        Operator(
+            "adamw",
+            "clip, AdamW, stochastic rounding of bfloat16 weights, averages: one pass over many tensors",
+            "headway.kernels.proof.adamw_cases",
+        ),
     )
 }

@@ -6,9 +6,9 @@ from headway.parallel.async_tensor_parallel import overlap_tensor_parallel
 from headway.parallel.bfloat16_on_cpu import emulate_bfloat16_products, has_bfloat16_instructions
 from headway.parallel.compile import compile_blocks
 from headway.parallel.data_parallel import FullyShardedModel, LaidOut, LaidOutWhole, shard
-from headway.parallel.masters import Masters
+from headway.parallel.masters import Masters, clip_scale
 from headway.parallel.mesh import Meshes
-from headway.parallel.placement import Piece, holders, pieces
+from headway.parallel.placement import Piece, holders, own_piece, pieces
 from headway.parallel.ranks import Ranks, start_ranks
 from headway.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from headway.parallel.vocabulary_parallel import cross_entropy_sum
@@ -25,6 +25,7 @@ __all__ = [
     "apply_tensor_parallel",
     "check_tensor_parallel",
     "checkpoint_activations",
+    "clip_scale",
     "compile_blocks",
     "cross_entropy_sum",
     "emulate_bfloat16_products",
@@ -32,6 +33,7 @@ __all__ = [
     "holders",
     "offload_activations",
     "overlap_tensor_parallel",
+    "own_piece",
     "pieces",
     "shard",
     "start_ranks",

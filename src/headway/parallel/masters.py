@@ -13,6 +13,11 @@ from torch.distributed.tensor import DTensor
 from headway.parallel.placement import number_of_pieces
 
 
+def clip_scale(norm: float, limit: float | None) -> float:
+    """What gradients of ``norm`` are multiplied by so that their norm is at most ``limit``."""
+    return limit / norm if limit is not None and norm > limit else 1.0
+
+
 class Masters:
     """The trained parameters on this rank, by name, in the order of the model. Both forms share their memory."""
 
@@ -40,8 +45,9 @@ class Masters:
     @torch.no_grad()
     def clip_gradients(self, norm: float, limit: float | None) -> None:
         """Scale every gradient by ``limit / norm`` when ``norm`` (of the whole model) exceeds ``limit``."""
-        if limit is not None and norm > limit:
-            torch._foreach_mul_(self.gradients(), limit / norm)
+        scale = clip_scale(norm, limit)
+        if scale != 1:
+            torch._foreach_mul_(self.gradients(), scale)
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of every gradient, without copies."""

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,12 @@ def holders(tensor: DTensor) -> dist.ProcessGroup | None:
     assert mesh.mesh_dim_names is not None
     names = tuple(mesh.mesh_dim_names[axis] for axis in axes)
     return mesh[names]._flatten("_".join(names)).get_group()
+
+
+def own_piece(tensor: DTensor) -> Piece:
+    """What this rank has."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Piece(tuple(offset), tuple(shape))
 
 
 def pieces(tensor: DTensor) -> list[Piece]:

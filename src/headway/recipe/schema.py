@@ -205,6 +205,17 @@ class PrecisionRecipe(Section):
     master: Literal["float32", "bfloat16"] = "float32"
     compute: Literal["float32", "bfloat16"] = "bfloat16"
     reduce: Literal["float32", "bfloat16"] = "float32"
+    stochastic_rounding: bool = False
+    """With bfloat16 masters: AdamW rounds its updates up or down at random, so that small ones are not lost."""
+
+    @model_validator(mode="after")
+    def _rounds_bfloat16(self) -> Self:
+        if self.stochastic_rounding and self.master != "bfloat16":
+            raise ValueError(
+                'stochastic_rounding is for master = "bfloat16": float32 weights lose no update; '
+                'set master = "bfloat16", or leave it out'
+            )
+        return self
 
 
 class LayoutRecipe(Section):
@@ -385,6 +396,12 @@ class Recipe(Section):
         missing = ", ".join(name for name, lacks in lacking.items() if lacks)
         if missing:
             raise ValueError(f"layout.async_tensor_parallel needs {missing}")
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_rounds(self) -> Self:
+        if self.precision.stochastic_rounding and self.optim.kind != "adamw":
+            raise ValueError(f'precision.stochastic_rounding needs optim.kind = "adamw", not {self.optim.kind!r}')
         return self
 
     @model_validator(mode="after")

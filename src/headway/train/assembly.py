@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from headway.data import Batch, Collate, Source, Tokenizer, open_sources, open_tokenizer
 from headway.errors import UserError
 from headway.models import BuiltModel, DenoisingModel, build_model, image_tokens, timestep_shift
-from headway.parallel import Masters, Meshes, Ranks, checkpoint_activations
+from headway.parallel import Masters, Meshes, Ranks, checkpoint_activations, clip_scale
 from headway.parallel.pipeline import BlockCosts, Pipeline
 from headway.recipe import FlowMatchingRecipe, NextTokenRecipe, Recipe, VisionLanguageRecipe, accumulation
 from headway.train.block_costs import block_costs
@@ -27,6 +27,7 @@ from headway.train.objectives.vision_language import VisionLanguage, VisionLangu
 from headway.train.optimizers import build_optimizers
 from headway.train.passes import Passes, PipelinedPasses, SequentialPasses
 from headway.train.sampling import Sampler
+from headway.train.stochastic_adamw import StochasticAdamW
 from headway.train.vocabulary import make_tokenizers
 
 CountFlops = Callable[[Mapping[str, Tensor]], Flops | None]
@@ -54,6 +55,19 @@ class StepParts:
     def model(self) -> nn.Module:
         """The sharded module that is trained."""
         return self.built.module
+
+    def update(self, step: int, norm: float, limit: float | None) -> None:
+        """Take the optimizer's step number ``step`` with complete gradients, clipped; let model and averages know."""
+        (first, *_) = self.optimizers
+        if isinstance(first, StochasticAdamW):
+            first.update(step, clip_scale(norm, limit), self.ema.due(step))
+            self.layout.laid_out.masters_changed()
+            return
+        self.masters.clip_gradients(norm, limit)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.layout.laid_out.masters_changed()
+        self.ema.update(step)
 
 
 @dataclass
@@ -112,7 +126,12 @@ def assemble_step(
         masters=masters,
         passes=_passes(recipe, built, layout, meshes, objective, ranks.device),
         objective=objective,
-        optimizers=build_optimizers(masters, recipe.optim, matrices),
+        optimizers=build_optimizers(
+            masters,
+            recipe.optim,
+            matrices,
+            rounding_seed=recipe.run.seed if recipe.precision.stochastic_rounding else None,
+        ),
         ema=Ema(masters, layout.laid_out, recipe.ema),
         flops=flops,
         data_fingerprint=data_fingerprint,

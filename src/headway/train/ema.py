@@ -35,13 +35,17 @@ class Ema:
         Runs at the last of each ``every`` steps, with d = decay**every, so that the averaging horizon in steps does not
         depend on ``every``. With warm-up decay is min(decay, (1+step)/(10+step)).
         """
-        if (step + 1) % self._recipe.every or not self._averages:
-            return
-        weights = [shard.float() for shard in self._shards]
-        for decay, averages in self._averages.items():
-            if self._recipe.warmup:
-                decay = min(decay, (1 + step) / (10 + step))
-            torch._foreach_lerp_(averages, weights, 1 - decay**self._recipe.every)
+        due = self.due(step)
+        weights = [shard.float() for shard in self._shards] if due else []
+        for averages, weight in due:
+            torch._foreach_lerp_(averages, weights, weight)
+
+    def due(self, step: int) -> list[tuple[list[torch.Tensor], float]]:
+        """The averages that step ``step`` moves, in the order of the masters' shards, and by how much: 1 - d."""
+        if (step + 1) % self._recipe.every:
+            return []
+        decays = {d: min(d, (1 + step) / (10 + step)) if self._recipe.warmup else d for d in self._averages}
+        return [(self._averages[name], 1 - decay**self._recipe.every) for name, decay in decays.items()]
 
     @contextmanager
     def swapped_in(self, decay: float) -> Iterator[None]:

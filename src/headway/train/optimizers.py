@@ -11,22 +11,33 @@ from headway.errors import UserError
 from headway.parallel import Masters
 from headway.recipe import OptimRecipe
 from headway.train.muon import ShardedMuon
+from headway.train.stochastic_adamw import StochasticAdamW
 
 
 def build_optimizers(
-    masters: Masters, optim: OptimRecipe, matrix_parameters: Collection[str] = ()
+    masters: Masters,
+    optim: OptimRecipe,
+    matrix_parameters: Collection[str] = (),
+    *,
+    rounding_seed: int | None = None,
 ) -> list[torch.optim.Optimizer]:
     """The optimizers of the trained parameters' shards: one, or Muon and AdamW.
 
     Parameters of fewer than two dimensions (norms, biases, scales) get no weight decay; embeddings do, as in the
     published recipes of GPT-2/3, Llama and DiT. ``matrix_parameters`` names the repeated blocks' 2-D matrices: with
     ``kind = "muon"`` they get Muon with learning rates matched to AdamW's root mean square (Liu et al. 2025) and
-    everything else AdamW. Raises UserError when nothing is trainable or when the optimizer can't run here.
+    everything else AdamW. With a ``rounding_seed`` bfloat16 weights get AdamW with stochastic rounding. Raises
+    UserError when nothing is trainable or when the optimizer can't run here.
     """
     if not masters.local:
         raise UserError("no parameter of the model is trainable: model.freeze covers all of it; shorten that list")
     if optim.kind == "adamw_8bit":
         return [_adamw_8bit(masters.local, optim)]
+    if rounding_seed is not None:
+        settings = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+        stochastic = StochasticAdamW(masters, _groups(masters.local, optim), seed=rounding_seed, **settings)
+        _remember_learning_rate(stochastic)
+        return [stochastic]
     matrices = [name for name in masters.local if optim.kind == "muon" and name in matrix_parameters]
     rest = {name: p for name, p in masters.local.items() if name not in matrices}
     optimizers: list[torch.optim.Optimizer] = []
@@ -140,6 +151,8 @@ def shard_states(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, d
 
 
 def _first_state(optimizer: torch.optim.Optimizer, shard: nn.Parameter) -> dict[str, torch.Tensor]:
+    if isinstance(optimizer, StochasticAdamW):
+        return optimizer.state_of(shard)
     if isinstance(optimizer, ShardedMuon):
         return {"momentum_buffer": torch.zeros_like(shard)}
     if isinstance(optimizer, torch.optim.AdamW):

@@ -107,11 +107,7 @@ class Trainer:
         set_learning_rate(self.parts.optimizers, factor)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
-            masters.clip_gradients(norm, self.recipe.optim.clip_norm)
-            for optimizer in self.parts.optimizers:
-                optimizer.step()
-            layout.laid_out.masters_changed()
-            self.parts.ema.update(number)
+            self.parts.update(number, norm, self.recipe.optim.clip_norm)
         for optimizer in self.parts.optimizers:
             optimizer.zero_grad(set_to_none=True)
         result = StepResult(

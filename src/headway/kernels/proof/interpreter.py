@@ -7,7 +7,7 @@ after another program of the launch has written it.
 
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -95,9 +95,10 @@ def _seen_by_kernels() -> None:
 
 
 @contextmanager
-def interpreted(order: int | None = None) -> Iterator[None]:
+def interpreted(order: int | None = None, reached: Sequence[torch.Tensor] = ()) -> Iterator[None]:
     """Within it, ``kernel[grid](…)`` takes CPU tensors. Programs run in their order, or shuffled by seed ``order``.
 
+    ``reached``: tensors that kernels find by addresses in a table, and may touch as if they were given to them.
     Memory from torch.empty is filled with NaN, so that what a kernel leaves unwritten shows. Raises IllegalAccess.
     """
     builder = WatchingBuilder()
@@ -109,7 +110,7 @@ def interpreted(order: int | None = None) -> Iterator[None]:
         return rewritten[kernel.fn]
 
     def run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-        _run_grid(kernel, function(kernel), builder, grid, order, arguments, keywords)
+        _run_grid(kernel, function(kernel), builder, grid, order, reached, arguments, keywords)
 
     def call(kernel: JITFunction, *arguments: Any, **keywords: Any) -> Any:
         return function(kernel)(*arguments, **keywords)
@@ -138,6 +139,7 @@ def _run_grid(
     builder: WatchingBuilder,
     grid: tuple[int, ...],
     order: int | None,
+    reached: Sequence[torch.Tensor],
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> None:
@@ -146,7 +148,8 @@ def _run_grid(
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     converted = {name: value if name in constants else _as_argument(value) for name, value in given.items()}
     x, y, z = (*grid, 1, 1)[:3]
-    builder.launch([value for value in given.values() if isinstance(value, torch.Tensor)], (x, y, z))
+    tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+    builder.launch([*tensors, *reached], (x, y, z))
     places = list(enumerate(product(range(x), range(y), range(z))))
     if order is not None:
         random.Random(order).shuffle(places)
