@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from headway.kernels.fusion import fuse
 from headway.models import BuiltModel, build_model, next_token_logits, vision_language_logits
 from headway.models.build import repeated_blocks
 from headway.models.component import Component
@@ -61,6 +62,8 @@ class Case:
     compute: str = "float32"
     compiler: Any = None
     """Of blocks; None: as they are."""
+    fused: bool = False
+    """With fused operators."""
 
 
 @dataclass
@@ -137,6 +140,8 @@ def divided(case: Case, mesh: DeviceMesh, component: Component, weights: dict[st
     if case.filled:
         component.fill(CPU, weights)
     model = component.module
+    if case.fused:
+        fuse(model)
     apply_tensor_parallel(model, mesh["tp"], sequence=case.sequence)
     blocks = [block for _, block in repeated_blocks(model)]
     checkpoint_activations(blocks, case.checkpointing)

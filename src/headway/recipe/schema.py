@@ -280,6 +280,13 @@ class MemoryRecipe(Section):
         return self
 
 
+class KernelsRecipe(Section):
+    """Fused operators of our own in place of the libraries' code."""
+
+    fuse: bool | Literal["auto"] = "auto"
+    """Put them into every model of diffusers and transformers whose code is known; auto: on CUDA."""
+
+
 class RunRecipe(Section):
     """Length, batch, seed and place of the run."""
 
@@ -355,6 +362,7 @@ class Recipe(Section):
     precision: PrecisionRecipe = PrecisionRecipe()
     layout: LayoutRecipe = LayoutRecipe()
     memory: MemoryRecipe = MemoryRecipe()
+    kernels: KernelsRecipe = KernelsRecipe()
     ema: EmaRecipe = EmaRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     sample: SampleRecipe = SampleRecipe()

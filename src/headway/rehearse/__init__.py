@@ -3,6 +3,7 @@
 from headway.rehearse.dress_rehearsal import rehearse_whole
 from headway.rehearse.durations import check_devices
 from headway.rehearse.memory import Holding, Memory
+from headway.rehearse.model_on_meta import model_on_meta
 from headway.rehearse.page import write_page
 from headway.rehearse.predicted_timeline import timeline_of
 from headway.rehearse.prediction import Prediction, Shares, predict
@@ -49,6 +50,7 @@ __all__ = [
     "Simulation",
     "StageAction",
     "check_devices",
+    "model_on_meta",
     "predict",
     "program_of",
     "rehearse",

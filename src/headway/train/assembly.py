@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headway.data import Batch, Collate, Source, Tokenizer, open_sources, open_tokenizer
 from headway.errors import UserError
+from headway.kernels.fusion import Fusion, fuse
 from headway.models import BuiltModel, DenoisingModel, build_model, image_tokens, timestep_shift
 from headway.parallel import Masters, Meshes, Ranks, checkpoint_activations, clip_scale
 from headway.parallel.pipeline import BlockCosts, Pipeline
@@ -50,6 +51,8 @@ class StepParts:
     flops: CountFlops
     data_fingerprint: str
     """Of the training data; a checkpoint holds it."""
+    fusion: Fusion
+    """What fused operators were put into."""
 
     @property
     def model(self) -> nn.Module:
@@ -113,6 +116,7 @@ def assemble_step(
     meshes = Meshes(recipe.layout, ranks.rank, ranks.world, ranks.device.type)
     micro_batches = accumulation(recipe.run.global_batch, recipe.run.micro_batch, meshes.sizes.data)
     costs = partial(block_costs_of, recipe, built)
+    fusion = fuse(built.module) if fuses(recipe, ranks.device) else Fusion()
     layout = lay_out(recipe, built, meshes, ranks, micro_batches=micro_batches, costs=costs)
     masters = Masters(layout.laid_out.parameters(), meshes.sizes.stage)
     objective = objective_of(recipe, built, layout)
@@ -135,7 +139,13 @@ def assemble_step(
         ema=Ema(masters, layout.laid_out, recipe.ema),
         flops=flops,
         data_fingerprint=data_fingerprint,
+        fusion=fusion,
     )
+
+
+def fuses(recipe: Recipe, device: torch.device) -> bool:
+    """Whether the recipe's model gets fused operators on ``device``."""
+    return device.type == "cuda" if recipe.kernels.fuse == "auto" else recipe.kernels.fuse
 
 
 def _counts_when_asked(recipe: Recipe, tokenizers: Mapping[str, PreTrainedTokenizerBase]) -> CountFlops:

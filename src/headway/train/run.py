@@ -156,6 +156,8 @@ class _Run:
             self.event(
                 "resumed", step=step, ranks=self.ranks.world, message=f"resumed from {newest}, after step {step}"
             )
+        if self.parts.fusion.fused:
+            self.event("fused", step=step, message=self.parts.fusion.headline(), modules=self.parts.fusion.summary())
 
     def description(self) -> dict[str, str]:
         """What runs, for the eyes of a person."""

@@ -1,0 +1,99 @@
+"""How a module is recognised and changed: by the code of its forward, whatever its class is called.
+
+A fused forward computes what one known forward computes, so it may stand in for that one alone. Copies of a forward
+under other names (decoder layers of most language models) are recognised with it; a forward that another version of a
+library changed is not, and its modules are left as they are.
+"""
+
+import ast
+import functools
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A forward that can be fused, and what is fused in it."""
+
+    operators: tuple[str, ...]
+    """Names of the operators that ``forward`` uses."""
+    names: tuple[str, ...]
+    """Classes that are known to have such a forward; others with the same code are taken too."""
+    known: frozenset[str]
+    """Digests of the code that ``forward`` may stand in for, as ``code_of`` makes them."""
+    forward: Callable[..., Any]
+    """In its place: of the same arguments and results."""
+    functions: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Functions that the known forward calls, by name, and digests of their code."""
+    obstacle: Callable[[Any], str | None] = lambda module: None
+    """Why a module can't be fused although its code is known."""
+    covers: tuple[str, ...] = ()
+    """Children that ``forward`` computes itself."""
+
+    def apply(self, module: nn.Module) -> None:
+        """Change ``module`` in place. Its parameters, children, hooks and names stay."""
+        kind: Any = type(module)
+        module.__class__ = _with_forward(kind, self.forward)
+
+
+@functools.cache
+def _with_forward(kind: Any, forward: Callable[..., Any]) -> type:
+    """A subclass named alike. Equal blocks have equal ones, and so share compiled code."""
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+@functools.cache
+def code_of(kind: type) -> str | None:
+    """Digest of the code of a class's forward; None where its source can't be read."""
+    return function_code(inspect.unwrap(kind.forward))  # type: ignore[attr-defined]
+
+
+@functools.cache
+def function_code(function: Callable[..., Any]) -> str | None:
+    """Digest of a function's code without decorators, annotations, comments and documentation."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    bare = _Bare().visit(tree)
+    return hashlib.sha256(ast.unparse(bare).encode()).hexdigest()[:16]
+
+
+def calls_known(kind: type, functions: Mapping[str, frozenset[str]]) -> bool:
+    """Whether the forward of ``kind`` finds those functions with known code under their names."""
+    scope = inspect.unwrap(kind.forward).__globals__  # type: ignore[attr-defined]
+    return all(callable(scope.get(name)) and function_code(scope[name]) in known for name, known in functions.items())
+
+
+class _Bare(ast.NodeTransformer):
+    """What is left of a function is what it does."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Without decorators, annotations, name and documentation."""
+        node.decorator_list, node.returns, node.name = [], None, "function"
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        """Without its annotation."""
+        node.annotation = None
+        return node
+
+
+def plain_norm(norm: Any) -> str | None:
+    """Why ``norm`` is not a LayerNorm without parameters whose place a fused forward may take; None: it is one."""
+    if not isinstance(norm, nn.LayerNorm) or norm.weight is not None or norm.bias is not None:
+        return f"its norm is {norm}"
+    return hooked(norm)
+
+
+def hooked(module: nn.Module) -> str | None:
+    """Why ``module`` must be called: someone listens."""
+    return "a norm in it has hooks" if module._forward_hooks or module._forward_pre_hooks else None

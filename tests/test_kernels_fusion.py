@@ -1,0 +1,204 @@
+"""Models with fused operators take the step of the library's own, keep their names, and fit every layout."""
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.device_mesh import init_device_mesh
+
+from commands import run
+from divided_models import (
+    DECODERS,
+    DENOISERS,
+    Case,
+    Outcome,
+    assert_same,
+    build,
+    component_of,
+    divided,
+    loss_sum,
+    named,
+    outcomes,
+    perturbed_weights,
+)
+from headway.kernels.fusion import Fusion, fuse
+from headway.kernels.fusion.pattern import function_code
+from headway.models.build import repeated_blocks
+from headway.recipe import LoraRecipe
+from ranks import run_ranks
+from soak import soak
+
+RECIPES = DENOISERS | DECODERS
+FUSED_BLOCKS = {
+    "flux": "FluxTransformerBlock",
+    "sd3": "JointTransformerBlock",
+    "wan": "WanTransformerBlock",
+    "pixart": "BasicTransformerBlock",
+    "sana": "SanaTransformerBlock",
+}
+
+
+@functools.cache
+def reference(name: str, compute: str = "float32") -> tuple[dict[str, torch.Tensor], Outcome]:
+    """The perturbed weights, and what one process does with them without fused operators."""
+    weights = perturbed_weights(RECIPES[name])
+    return weights, outcomes(Case(RECIPES[name], tp=1, compute=compute), weights)[0]
+
+
+def fusion_of(name: str) -> tuple[Any, Fusion]:
+    model = build(RECIPES[name]).components[0].module
+    return model, fuse(model)
+
+
+def assert_fused_like_library(name: str, **layout: Any) -> None:
+    weights, expected = reference(name)
+    for found in outcomes(Case(RECIPES[name], fused=True, **layout), weights):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", FUSED_BLOCKS)
+def test_a_fused_model_takes_the_step_of_the_library(name: str) -> None:
+    """Every gradient and weight, element by element, with perturbed norms and gates; blocks recomputed too."""
+    assert_fused_like_library(name, tp=1, checkpointing="full")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("flux", {"tp": 2}),
+        ("flux", {"tp": 1, "data": 2, "checkpointing": "selective"}),
+        ("wan", {"tp": 2}),
+        soak("sd3", {"tp": 2}),
+        soak("flux", {"tp": 2, "data": 2, "checkpointing": "full"}),
+    ],
+)
+def test_it_takes_it_in_any_layout(name: str, layout: dict[str, Any]) -> None:
+    assert_fused_like_library(name, **layout)
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_in_bfloat16_it_is_no_farther_from_float32(name: str) -> None:
+    weights, exact = reference(name)
+    _, library = reference(name, "bfloat16")
+    found = outcomes(Case(RECIPES[name], tp=1, compute="bfloat16", fused=True), weights)[0]
+    assert 1e-3 < distance(library, exact) < 0.1
+    assert distance(found, exact) < 2 * distance(library, exact)
+
+
+def distance(found: Outcome, exact: Outcome) -> float:
+    """Of all gradients, relative."""
+    difference = sum(float((found.gradients[n] - g).square().sum()) for n, g in exact.gradients.items())
+    return float((difference / sum(float(g.square().sum()) for g in exact.gradients.values())) ** 0.5)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_names_tensors_and_modules_stay(name: str) -> None:
+    model = build(RECIPES[name]).components[0].module
+    tensors = {key: id(tensor) for key, tensor in model.state_dict(keep_vars=True).items()}
+    modules = {path: (id(module), type(module).__name__) for path, module in model.named_modules()}
+    blocks = [path for path, _ in repeated_blocks(model)]
+    fuse(model)
+    assert {key: id(tensor) for key, tensor in model.state_dict(keep_vars=True).items()} == tensors
+    assert {path: (id(module), type(module).__name__) for path, module in model.named_modules()} == modules
+    assert [path for path, _ in repeated_blocks(model)] == blocks
+
+
+@pytest.mark.parametrize(("name", "kind"), FUSED_BLOCKS.items())
+def test_every_block_is_told_of_as_fused(name: str, kind: str) -> None:
+    model, fusion = fusion_of(name)
+    blocks = {path for path, module in model.named_modules() if type(module).__name__ == kind}
+    assert {each.path for each in fusion.fused if each.kind == kind} == blocks != set()
+    assert not blocks & {each.path for each in fusion.left}
+    assert any(line.startswith("left: ") for line in fusion.summary())
+
+
+def test_a_block_whose_code_is_not_the_known_one_is_left_and_told_of() -> None:
+    model = build(RECIPES["flux"]).components[0].module
+    block = model.transformer_blocks[0]
+    kind = type(block)
+
+    class FluxTransformerBlock(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *arguments: Any, **keywords: Any) -> Any:
+            return kind.forward(self, *arguments, **keywords)
+
+    block.__class__ = FluxTransformerBlock
+    fusion = fuse(model)
+    assert type(block) is FluxTransformerBlock
+    left = {each.path: each.reason for each in fusion.left}
+    assert "not the one that is known" in left["transformer_blocks.0"]
+    assert {each.path for each in fusion.fused if each.kind == "FluxTransformerBlock"} == {"transformer_blocks.1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda block: setattr(block, "norm2", nn.LayerNorm(64)), "its norm is LayerNorm"),
+        (lambda block: block.norm2.register_forward_hook(lambda *_: None), "has hooks"),
+    ],
+)
+def test_a_block_of_known_code_and_other_parts_is_left(change: Any, reason: str) -> None:
+    model = build(RECIPES["flux"]).components[0].module
+    change(model.transformer_blocks[0])
+    assert any(reason in each.reason for each in fuse(model).left if each.path == "transformer_blocks.0")
+
+
+def test_code_is_compared_without_names_annotations_and_comments() -> None:
+    def one(x: int) -> int:
+        """What it does."""
+        return x + 1
+
+    def same(x, /):
+        return x + 1  # why
+
+    def renamed(x: float) -> float:
+        return x + 1
+
+    def other(x: int) -> int:
+        return x + 2
+
+    assert function_code(one) == function_code(renamed)
+    assert function_code(one) != function_code(other)
+    assert function_code(one) != function_code(same)
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_a_fused_block_compiles_whole_and_equal_blocks_share_it(name: str) -> None:
+    """Beside the first block, whose inputs need other gradients, at most one graph for each kind of block."""
+    for frames, error in run_ranks(1, _compiled, name, timeout_s=200):
+        assert frames <= 3
+        assert error < 1e-5
+
+
+def _compiled(name: str) -> tuple[int, float]:
+    """(graphs for all blocks, error of the gradients)."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tp"))
+    weights = perturbed_weights(RECIPES[name])
+    counter = CompileCounter()
+    gradients = []
+    for case in (Case(RECIPES[name], fused=False), Case(RECIPES[name], fused=True, compiler=counter)):
+        model = divided(case, mesh, build(RECIPES[name]).components[0], weights)
+        loss_sum(case, model, 0).backward()
+        gradients.append(torch.cat([p.grad.flatten() for _, p in named(model)]))
+    return counter.frame_count, float((gradients[0] - gradients[1]).abs().max() / gradients[0].abs().max())
+
+
+@pytest.mark.parametrize("targets", [["to_q", "linear", "net.2"]])
+def test_adapters_within_fused_modules_are_trained(targets: list[str]) -> None:
+    recipe = RECIPES["flux"].model_copy(update={"lora": LoraRecipe(rank=2, alpha=4.0, targets=targets)})
+    weights = perturbed_weights(recipe)
+    expected = outcomes(Case(recipe, tp=1), weights)[0]
+    found = outcomes(Case(recipe, tp=1, fused=True), weights)[0]
+    assert_same(found, expected)
+    assert len(found.gradients) == sum("lora" in name for name, _ in named(component_of(recipe).module))
+
+
+def test_the_command_tells_what_is_fused_and_what_is_left(monkeypatch: Any, capsys: Any) -> None:
+    code, out, _ = run(monkeypatch, capsys, "kernels", "fuse", "examples/demo.toml", "--json", "-")
+    result = json.loads(out)
+    assert code == 0
+    assert {"JointTransformerBlock", "AdaLayerNormZero"} <= {each["kind"] for each in result["fused"]}
+    assert all(each["reason"] for each in result["left"])
