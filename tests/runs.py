@@ -27,13 +27,13 @@ DEADLINE_S = 150.0
 class RunningRun:
     """``recipe`` on ``world`` gloo ranks, each a process of its own. A context manager: it leaves no process behind."""
 
-    def __init__(self, recipe: Recipe, world: int = 1) -> None:
+    def __init__(self, recipe: Recipe, world: int = 1, profile_steps: int = 0) -> None:
         self.recipe = recipe
         self.directory = recipe.run.directory
         self.directory.mkdir(parents=True, exist_ok=True)
         self.output = Path(tempfile.mkdtemp())
         self.processes = [
-            fork.Process(target=_rank_main, args=(recipe, rank, world, self.output), daemon=False)
+            fork.Process(target=_rank_main, args=(recipe, rank, world, self.output, profile_steps), daemon=False)
             for rank in range(world)
         ]
 
@@ -76,9 +76,9 @@ class RunningRun:
         return "\n".join(file.read_text() for file in sorted(self.output.glob("rank-*")))
 
 
-def run_to_end(recipe: Recipe, world: int = 1) -> str:
+def run_to_end(recipe: Recipe, world: int = 1, profile_steps: int = 0) -> str:
     """Run ``recipe`` and return what its ranks printed."""
-    with RunningRun(recipe, world) as running:
+    with RunningRun(recipe, world, profile_steps) as running:
         running.wait()
         return running.printed()
 
@@ -97,7 +97,7 @@ def events(directory: Path, kind: str) -> list[dict[str, object]]:
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
-def _rank_main(recipe: Recipe, rank: int, world: int, output: Path) -> None:
+def _rank_main(recipe: Recipe, rank: int, world: int, output: Path, profile_steps: int) -> None:
     code = 0
     with ExitStack() as stack:
         printed = stack.enter_context((output / f"rank-{rank}").open("w", buffering=1, encoding="utf-8"))
@@ -108,7 +108,7 @@ def _rank_main(recipe: Recipe, rank: int, world: int, output: Path) -> None:
             store = dist.FileStore(str(output / "store"), world)
             timeout = timedelta(seconds=DEADLINE_S)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-            run_recipe(recipe, Ranks(rank, world, torch.device("cpu")))
+            run_recipe(recipe, Ranks(rank, world, torch.device("cpu")), profile_steps=profile_steps)
             dist.destroy_process_group()
         except BaseException:
             traceback.print_exc()

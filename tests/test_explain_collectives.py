@@ -63,6 +63,14 @@ def test_collectives_that_do_not_end_together_are_left_out():
     assert aligned.left_out == 1
 
 
+def test_gloo_ends_when_its_threads_get_a_core():
+    ends = np.array([10, 30, 50, 70]) * MS
+    odd = ends + np.array([0, 0, 7 * MS, 0])
+    ranks = [rank_of(0, ends - MS, ends), rank_of(1, ends - MS, odd)]
+    (aligned,) = align([replace(one, names=("gloo:all_reduce",) * 4) for one in ranks])
+    assert len(aligned) == 4
+
+
 def in_group(one: RankCollectives, group: str) -> RankCollectives:
     return replace(one, key=tuple((group, kind, number) for _, kind, number in one.key))
 

@@ -188,3 +188,12 @@ def test_without_steps_the_window_is_told_alone(tmp_path):
         trace.launch(GEMM, 500)
     finish(trace)
     assert health(trace, tmp_path) == ("sound", {"no-steps": "note"})
+
+
+@pytest.mark.parametrize(("with_profiler", "expected"), [(1.02, "note"), (1.4, "warning"), (None, None)])
+def test_what_the_profiler_adds_to_a_step_is_told_where_the_run_measured_it(tmp_path, with_profiler, expected):
+    trace = healthy()
+    if with_profiler is not None:
+        trace.facts["headway"] = {"step_ns": [5e8 * with_profiler] * 3, "unprofiled_step_ns": [5e8, 4.9e8, 5.1e8]}
+    _, told = health(trace, tmp_path)
+    assert told.get("profiled-steps") == expected

@@ -226,6 +226,8 @@ def test_a_runs_saves_are_the_cause_of_slow_steps_or_tell_their_own_stall(tmp_pa
     assert finding.recoverable.high_us == pytest.approx(48.0e6)
     quick = [{**save, "stall_s": 0.01} for save in saves]
     assert not explain_run_directories([write_run(tmp_path / "quick", metrics(noise()), quick)]).findings
+    last = [{"kind": "checkpoint_started", "step": STEPS, "stall_s": 30.0}]
+    assert not explain_run_directories([write_run(tmp_path / "last", metrics(noise()), last)]).findings
 
 
 def test_a_runs_skipped_steps_and_validations_are_read(tmp_path):

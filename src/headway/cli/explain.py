@@ -59,7 +59,7 @@ def explain(
     from headway.explain import explain as explain_paths
 
     report = explain_paths(paths)
-    result, text = report.as_json(), _rendered(report)
+    result, text = report.as_json(), rendered(report)
     if against:
         comparison = compare(report, explain_paths(against))
         result["comparison"] = comparison.as_json()
@@ -71,7 +71,7 @@ def explain(
     give_result(result, text, json_)
 
 
-def _rendered(report: "Report") -> str:
+def rendered(report: "Report") -> str:
     """What there is to know, as text for this terminal."""
     console = Console(highlight=False, width=max(WIDTH, shutil.get_terminal_size().columns))
     result = report.as_json()

@@ -18,6 +18,12 @@ def quieten_libraries() -> None:
     threading.excepthook = _tell_of_our_threads
 
 
+def quieten_profiler() -> None:
+    """Keep PyTorch's profiler from printing that it starts and stops. Call it before torch is imported."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # a trace without its kernels is told of by ``headway explain``
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def _tell_of_our_threads(failure: threading.ExceptHookArgs) -> None:
     """TensorBoard's thread hands its error to whoever calls it next, and would print a traceback besides."""
     if not type(failure.thread).__module__.startswith("tensorboard."):

@@ -11,7 +11,9 @@ import typer
 
 from headway.cli.launcher import LAUNCHED, exit_code, launch
 from headway.cli.prediction import PredictionBeside
+from headway.cli.quiet import quieten_profiler
 from headway.cli.recipe_show import Overrides, RecipeFile
+from headway.cli.result import write_or_tell
 from headway.cluster import cluster_of
 from headway.errors import RunFailed, UserError
 from headway.recipe import Recipe, accumulation, load_recipe, sizes
@@ -32,6 +34,13 @@ def train(
             metavar="NAME|FILE", help="What it runs on: its step is predicted, and compared with the run at the end."
         ),
     ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Profile a few steps of each rank, and explain them at the end."),
+    ] = False,
+    profile_steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Steps that --profile takes, after the warm-up.")
+    ] = 3,
 ) -> None:
     """Train a model. Start it again to go on from the newest good checkpoint of its run directory.
 
@@ -44,6 +53,9 @@ def train(
     --nproc-per-node 8 --no-python headway train RECIPE
     """
     resolved = load_recipe(recipe, overrides or ())
+    profiled = profile_steps if profile else 0
+    if profile:
+        quieten_profiler()
     if cluster is not None:
         cluster_of(cluster)  # a mistake in it is told before anything starts
     if "RANK" in os.environ:
@@ -54,7 +66,7 @@ def train(
             raise UserError("--ranks and --export are for runs that headway starts itself, not for a rank of torchrun")
         if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
             clear_request(resolved.run.directory)
-        code = _as_one_rank(resolved, cluster)
+        code = _as_one_rank(resolved, cluster, profiled)
         if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
             _compare(resolved, RunConsole(resolved.run.steps))
         raise typer.Exit(code)
@@ -63,17 +75,20 @@ def train(
     RunDirectory(resolved.run.directory).create()
     clear_request(resolved.run.directory)
     if ranks == 1:
-        code = _as_one_rank(resolved, cluster)
+        code = _as_one_rank(resolved, cluster, profiled)
     else:
         sets = [part for override in overrides or () for part in ("--set", override)]
         on = [] if cluster is None else ["--cluster", cluster]
+        on += ["--profile", "--profile-steps", str(profile_steps)] if profile else []
         code = launch(ranks, ["train", str(recipe), *sets, *on], resolved.run.directory)
     if code == 0:
         _finish(resolved, export)
+        if profile:
+            _explain(resolved)
     raise typer.Exit(code)
 
 
-def _as_one_rank(recipe: Recipe, cluster: str | None) -> int:
+def _as_one_rank(recipe: Recipe, cluster: str | None, profile_steps: int) -> int:
     """Run this process's part; a stopped rank of torchrun ends with 0, as torchrun calls all else a failure.
 
     The first rank predicts the run on ``cluster``, while all of them import what they need and build the model.
@@ -88,7 +103,7 @@ def _as_one_rank(recipe: Recipe, cluster: str | None) -> int:
             from headway.train import run_recipe
 
             ranks = stack.enter_context(start_ranks(recipe.run.device, recipe.run.timeout_s))
-            outcome = run_recipe(recipe, ranks, before_first_step)
+            outcome = run_recipe(recipe, ranks, before_first_step, profile_steps)
     except (UserError, RunFailed):
         if os.environ.get("RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -124,3 +139,19 @@ def _compare(recipe: Recipe, console: RunConsole) -> None:
     found = compare(recipe.run.directory, sample_name(recipe))
     if found is not None:
         console.comparison(found)
+
+
+def _explain(recipe: Recipe) -> None:
+    """Say where the time of the profiled steps went, and leave a page of it; a finished run never fails by this."""
+    from headway.cli.explain import rendered
+    from headway.explain import explain, write_page
+
+    directory = RunDirectory(recipe.run.directory)
+    console = RunConsole(recipe.run.steps)
+    try:
+        report = explain([directory.path])
+        typer.echo("\n" + rendered(report))
+        write_or_tell(directory.report_file, lambda path: write_page(report, path))
+        console.message(f"the whole report: {directory.report_file}", "good")
+    except UserError as error:
+        console.message(f"the profile can't be explained: {error}", "warning")

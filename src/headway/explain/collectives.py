@@ -16,6 +16,8 @@ from headway.timeline import UNKNOWN, Kind, Timeline
 
 TOLERANCE_NS = 1_000_000
 """Ends of one collective lie within this after the clocks were brought together; otherwise it is not one collective."""
+LOOSE_NS = 100_000_000
+"""As much for gloo, whose threads a host runs when it has a core for them."""
 BARRIERS = ("send", "recv")
 """These end with their own peer, not with all ranks of their group."""
 
@@ -211,7 +213,8 @@ def _align(everyone: Sequence[RankCollectives], numbers: Sequence[int], groups: 
     offset = _clock_offsets(end)
     start, end = start - offset, end - offset
     residual = end.max(axis=1) - end.min(axis=1)
-    together = residual <= TOLERANCE_NS
+    loose = np.array([name.startswith("gloo:") for name in ranks[0].names])[at[:, 0]]
+    together = residual <= np.where(loose, LOOSE_NS, TOLERANCE_NS)
     if not together.any():
         return None
     everything = set().union(*(place.keys() for place in places))

@@ -11,7 +11,7 @@ from headway.explain.finding import HealthMessage, Severity
 from headway.explain.host import LAUNCHES_KERNEL, named
 from headway.explain.rank_trace import RankTrace
 from headway.explain.rank_view import RankView
-from headway.timeline import DEVICE_KINDS, UNKNOWN, Kind, Timeline
+from headway.timeline import DEVICE_KINDS, UNKNOWN, Kind, Timeline, run_facts
 from headway.timeline.intervals import Mask
 
 COVERED_SOME, COVERED_ENOUGH = 0.95, 0.995
@@ -23,6 +23,8 @@ LATEST_NS, LONGEST_NS = 2**62, 10**16
 FEW = 0.01
 """A share of events that does not change conclusions."""
 LARGE_OVERHEAD = 0.01
+SLOWED = 0.1
+"""Profiled steps that are longer by more than this share are not the training's."""
 LONE_EVENTS = 10
 """A pause that is this many times as long as all else comes of a wrong time, not of training."""
 
@@ -161,7 +163,7 @@ def _overlaps(view: RankView) -> Iterator[HealthMessage]:
     _, same, starts, ends = _by_stream(view.timeline)
     over = ends[:-1] - starts[1:]
     overlapping = same & (over > OVERLAP_NS)
-    if count := int(overlapping.sum()):
+    if (count := int(overlapping.sum())) and not view.computes_on_host:
         text = (
             f"{count:,} kernels begin before the one before them on their stream ends, by up to "
             f"{over[overlapping].max() / 1000:,.1f} us (programmatic dependent launch, or wrong durations): unions are "
@@ -230,12 +232,37 @@ def _profiler(view: RankView) -> Iterator[HealthMessage]:
             "idle time during it is shown as the profiler's"
         )
         yield _message("profiler-overhead", Severity.WARNING, text, view.trace)
+    yield from _profiled_steps(view)
     if functions := int(timeline.kinds(Kind.PYTHON).sum()):
         text = (
             f"Python functions were traced (with_stack, {functions:,} calls): the host was slower than without, so "
             "launch-bound time is an upper bound"
         )
         yield _message("python-stacks", Severity.NOTE, text, view.trace)
+
+
+def _profiled_steps(view: RankView) -> Iterator[HealthMessage]:
+    """What the run measured of its steps with the profiler and without."""
+    told = run_facts(view.trace.facts)
+    profiled, others = _times(told.get("step_ns")), _times(told.get("unprofiled_step_ns"))
+    if len(profiled) and len(others) > 1:
+        with_it, without = float(np.median(profiled)), float(np.median(others))
+        adds = with_it / without - 1
+        text = (
+            f"profiled steps took {with_it / 1e6:,.1f} ms, {len(others)} before them without the profiler "
+            f"{without / 1e6:,.1f} ms ({adds:+.1%})"
+        )
+        text += ": the host's share of the time is overstated" if adds > SLOWED else ""
+        yield _message("profiled-steps", Severity.WARNING if adds > SLOWED else Severity.NOTE, text, view.trace)
+
+
+def _times(values: object) -> list[float]:
+    """Positive numbers of what a file holds."""
+    return (
+        [float(value) for value in values if type(value) in (int, float) and 0 < value < LATEST_NS]
+        if isinstance(values, list)
+        else []
+    )
 
 
 def _world(view: RankView) -> Iterator[HealthMessage]:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.timeline import Intervals, Kind, Timeline
+from headway.timeline.host_device import RUNS, WAITS
 from headway.timeline.intervals import Mask
 
 
@@ -41,9 +42,9 @@ NAMES: dict[HostCause, re.Pattern[str]] = {
 }
 SYNCHRONISES = re.compile(
     r"^(cuda|hip|cu)(Stream|Device|Event|Ctx|Context)Synchronize|^(cuda|hip)Memcpy(2D|3D)?$|^hipMemcpyWithStream$"
-    r"|^(cuda|hip)Free$"
+    rf"|^(cuda|hip)Free$|^({RUNS}|{WAITS})$"
 )
-"""Runtime calls in which the host waits for the device, as ``cudaFree`` does for all of it."""
+"""Runtime calls in which the host waits for the device, as ``cudaFree`` does for all of it, and a CPU for itself."""
 _TO_PAGEABLE = re.compile(r"Memcpy DtoH .*Pageable|CopyDeviceToHost.*Pageable", re.I)
 LAUNCHES_KERNEL = re.compile(r"^(cuda|cu|hip)\w*Launch\w*(Kernel|Grid)")
 

@@ -9,7 +9,17 @@ from numpy.typing import NDArray
 from headway.explain.idle import Idle, idle_by_cause
 from headway.explain.rank_trace import RankTrace
 from headway.explain.replay import Graph, graph_of
-from headway.timeline import DEVICE_KINDS, UNKNOWN, Breakdown, Intervals, Kind, Timeline, breakdown_of, launches_of
+from headway.timeline import (
+    DEVICE_KINDS,
+    UNKNOWN,
+    Breakdown,
+    Intervals,
+    Kind,
+    Timeline,
+    breakdown_of,
+    launches_of,
+    run_facts,
+)
 from headway.timeline.intervals import Mask
 
 Integers = NDArray[np.int64]
@@ -34,6 +44,11 @@ class RankView:
     def timeline(self) -> Timeline:
         """The rank's spans."""
         return self.trace.timeline
+
+    @property
+    def computes_on_host(self) -> bool:
+        """The run is one on CPUs: what is launched and what launches it are the same thread's."""
+        return run_facts(self.trace.facts).get("device") == "cpu"
 
     @cached_property
     def device(self) -> Integers:

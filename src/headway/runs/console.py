@@ -23,6 +23,7 @@ EVENT_STYLES = {
     "resumed": "good",
     "finished": "good",
     "checkpoint_saved": "good",
+    "profiled": "good",
     "checkpoint_failed": "error",
     "checkpoint_damaged": "warning",
     "checkpoint_not_removed": "warning",
@@ -34,6 +35,9 @@ EVENT_STYLES = {
     "samples_not_saved": "warning",
     "prediction_failed": "warning",
     "prediction_late": "warning",
+    "profile_given_up": "warning",
+    "profile_left_out": "warning",
+    "profile_not_written": "warning",
     "writer_given_up": "warning",
 }
 

@@ -77,6 +77,11 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.samples = path / "samples"
         self.tensorboard = path / "tensorboard"
+        self.traces = path / "traces"
+        self.trace_file = self.traces / f"rank_{rank}.json.gz"
+        """Of this rank: the steps that were profiled last."""
+        self.memory_file = self.traces / f"memory_rank_{rank}.pickle"
+        self.report_file = path / "report.html"
 
     def create(self) -> None:
         """Make the folders, and repair what a killed writer tore. Raises UserError where that is not allowed."""

@@ -6,11 +6,17 @@ from headway.timeline.chrome_writing import write_chrome_trace
 from headway.timeline.difference import Cause, Difference, difference
 from headway.timeline.intervals import Intervals
 from headway.timeline.kinds import DEVICE_KINDS, Kind
+from headway.timeline.kineto import RUN_FACT, run_facts
 from headway.timeline.links import launches_of, steps_of
+from headway.timeline.scopes import DATA_RANGE, MODULE_RANGE, PASSES_RANGE
 from headway.timeline.timeline import UNKNOWN, Timeline, concatenate
 
 __all__ = [
+    "DATA_RANGE",
     "DEVICE_KINDS",
+    "MODULE_RANGE",
+    "PASSES_RANGE",
+    "RUN_FACT",
     "UNKNOWN",
     "Breakdown",
     "Cause",
@@ -26,6 +32,7 @@ __all__ = [
     "difference",
     "launches_of",
     "read_chrome_trace",
+    "run_facts",
     "steps_of",
     "write_chrome_trace",
 ]

@@ -1,5 +1,6 @@
 """From the events of a PyTorch-profiler (Kineto) trace to a Timeline."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -7,14 +8,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.timeline.collectives import BYTES_OF_DTYPE, collective_named, is_communication
+from headway.timeline.host_device import with_host_as_device
 from headway.timeline.kinds import DEVICE_KINDS, Kind
-from headway.timeline.links import steps_of
+from headway.timeline.links import launches_of, steps_of
+from headway.timeline.scopes import scopes_of
 from headway.timeline.timeline import UNKNOWN, Timeline
 from headway.timeline.trace_events import Arguments, EventColumns, lanes_of_events
 
 ARGUMENTS = Arguments(
     strings=("Collective name", "Process Group Name", "dtype"),
-    integers=("correlation", "External id", "external id", "bytes", "In msg nelems", "Seq"),
+    integers=(
+        "correlation",
+        "External id",
+        "external id",
+        "bytes",
+        "In msg nelems",
+        "Seq",
+        "Sequence number",
+        "Fwd thread id",
+    ),
 )
 
 KIND_OF_CATEGORY = {
@@ -37,6 +49,10 @@ KIND_OF_CATEGORY = {
     "overhead": Kind.OVERHEAD,
 }
 """Kinds by category in lower case: the spellings since 2021. An event of another category is of kind OTHER."""
+
+RUN_FACT = "headway"
+"""The member of a trace in which ``headway train`` says what it is of: ``device``; ``axes``: the mesh axes of process
+groups by their names; ``steps``, and how long they and steps that were not profiled took."""
 
 _NO_AXIS = ("", "default_pg", "undefined")
 """Descriptions of process groups that say nothing."""
@@ -79,7 +95,16 @@ def kineto_timeline(events: EventColumns) -> Timeline:
         strings,
         length=len(kind),
     )
-    return replace(timeline, step=steps_of(timeline))
+    timeline = replace(timeline, step=steps_of(timeline))
+    timeline = _with_scopes(timeline, columns, strings)
+    run = run_facts(events.facts)
+    return with_host_as_device(timeline, _axes_told(run)) if run.get("device") == "cpu" else timeline
+
+
+def run_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``headway train`` says in a trace's facts; nothing where another wrote it."""
+    found = facts.get(RUN_FACT)
+    return found if isinstance(found, dict) else {}
 
 
 def _kinds(category: NDArray[np.int32], strings: dict[str, int]) -> NDArray[np.int8]:
@@ -136,15 +161,27 @@ def _collectives(
 def _axes(group: NDArray[np.int32], strings: dict[str, int], facts: dict[str, Any]) -> NDArray[np.int32]:
     """The mesh axis of each collective: what its process group is described as, ``mesh_tp`` being ``tp``."""
     axis_of = np.zeros(len(strings), dtype=np.int32)
+    for name, axis in (_axes_described(facts) | _axes_told(run_facts(facts))).items():
+        if name in strings and strings[name] < len(axis_of):
+            axis_of[strings[name]] = strings.setdefault(axis, len(strings))
+    return axis_of[group]
+
+
+def _axes_described(facts: dict[str, Any]) -> dict[str, str]:
+    """Axes by the names of process groups, as PyTorch describes the groups that a mesh makes."""
     distributed = facts.get("distributedInfo")
     groups = distributed.get("pg_config") if isinstance(distributed, dict) else None
+    found = {}
     for one in groups if isinstance(groups, list) else []:
         name, description = (one.get("pg_name"), one.get("pg_desc")) if isinstance(one, dict) else (None, None)
-        if isinstance(name, str) and isinstance(description, str) and description not in _NO_AXIS and name in strings:
-            place = strings[name]
-            if place < len(axis_of):
-                axis_of[place] = strings.setdefault(description.removeprefix("mesh_"), len(strings))
-    return axis_of[group]
+        if isinstance(name, str) and isinstance(description, str) and description not in _NO_AXIS:
+            found[name] = description.removeprefix("mesh_")
+    return found
+
+
+def _axes_told(run: dict[str, Any]) -> dict[str, str]:
+    axes = run.get("axes")
+    return {k: v for k, v in axes.items() if isinstance(v, str)} if isinstance(axes, dict) else {}
 
 
 def _element_bytes(dtype: NDArray[np.int32], strings: dict[str, int]) -> NDArray[np.int64]:
@@ -169,6 +206,17 @@ def _lanes(columns: dict[str, NDArray[Any]], kind: NDArray[np.int8], strings: di
     for spans, named in ((device, stream), (~device, lambda _, thread: f"thread {thread}")):
         lane[spans] = lanes_of_events(columns["pid"][spans], columns["tid"][spans], strings, named)
     return lane
+
+
+def _with_scopes(timeline: Timeline, columns: dict[str, NDArray[Any]], strings: dict[str, int]) -> Timeline:
+    """The module and phase of the host's spans, and of kernels those of their launches."""
+    module, phase = scopes_of(timeline, columns["Sequence number"], columns["Fwd thread id"], strings)
+    if not module.any() and not phase.any():
+        return timeline
+    launches = launches_of(timeline)
+    launched = launches >= 0
+    module[launched], phase[launched] = module[launches[launched]], phase[launches[launched]]
+    return replace(timeline, module=module, phase=phase, strings=tuple(strings))
 
 
 def _rank(facts: dict[str, Any]) -> int:

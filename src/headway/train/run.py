@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from headway.cluster import accelerator_of_device
 from headway.data import Batch, Loader
@@ -15,6 +16,7 @@ from headway.errors import RunFailed, UserError
 from headway.parallel import Ranks
 from headway.recipe import Recipe, Sizes
 from headway.runs import RunConsole, RunDirectory, StopSignals, clear_request, request_stop, sample_name
+from headway.timeline import DATA_RANGE
 from headway.train.assembly import assemble
 from headway.train.checkpoint_manifest import checkpoint_path, checkpoints_in, problems
 from headway.train.checkpoint_reading import one_line
@@ -22,7 +24,9 @@ from headway.train.checkpoints import Checkpoints
 from headway.train.flops import utilisation
 from headway.train.loading import training_loader
 from headway.train.metrics import MetricsWriters, require_installed
+from headway.train.module_ranges import ModuleRanges
 from headway.train.picture_grid import save_grid
+from headway.train.profile import StepProfile, steps_to_profile
 from headway.train.throughput import StepTimer, peak_memory_gib
 from headway.train.trainer import StepResult, Trainer
 from headway.train.validation import validation_loader
@@ -41,12 +45,16 @@ class Outcome:
 
 
 def run_recipe(
-    recipe: Recipe, ranks: Ranks, before_first_step: Callable[[int, Callable[..., None]], None] | None = None
+    recipe: Recipe,
+    ranks: Ranks,
+    before_first_step: Callable[[int, Callable[..., None]], None] | None = None,
+    profile_steps: int = 0,
 ) -> Outcome:
     """Train ``recipe`` on these ranks, from its newest good checkpoint if there is one, to its end or a stop signal.
 
     ``before_first_step`` is told the step that this session begins with, and what writes down and shows an event; it is
-    called on the ranks that give it, when all else is ready.
+    called on the ranks that give it, when all else is ready. ``profile_steps``: so many steps are profiled, and each
+    rank leaves a trace of them in the run directory.
     Raises UserError for what is wrong in the recipe or its files, RunFailed when the run must not go on.
     """
     require_installed(recipe)
@@ -66,7 +74,7 @@ def run_recipe(
             return Outcome(complete, None, directory.newest_samples())
         run = _Run(recipe, ranks, directory, console, stop)
         with contextlib.closing(run):
-            return run.to_its_end(before_first_step)
+            return run.to_its_end(before_first_step, profile_steps)
 
 
 @contextlib.contextmanager
@@ -107,6 +115,7 @@ class _Run:
         self.console = console
         self.stop = stop
         self.unwritten: RunFailed | None = None
+        self.profile: StepProfile | None = None
         self.checkpoints = Checkpoints(
             self.directory.checkpoints,
             recipe.checkpoint,
@@ -174,7 +183,9 @@ class _Run:
             "directory": str(self.directory.path),
         }
 
-    def to_its_end(self, before_first_step: Callable[[int, Callable[..., None]], None] | None) -> Outcome:
+    def to_its_end(
+        self, before_first_step: Callable[[int, Callable[..., None]], None] | None, profile_steps: int
+    ) -> Outcome:
         """All steps that are left, then the last checkpoint, validation and samples."""
         progress, steps = self.trainer.progress, self.recipe.run.steps
         first = progress.step
@@ -183,6 +194,8 @@ class _Run:
         if before_first_step is not None:
             before_first_step(first, self.event)
             self.stop_if_unwritten()
+        if profile_steps:
+            self.profile = self._profile(range(first, steps), profile_steps)
         for micro_batches in self._timed(self._loader()):
             result = self.trainer.step(micro_batches)
             self.timer.step_done(result.samples, result.tokens)
@@ -192,6 +205,8 @@ class _Run:
             if result.stop:
                 break
             with self.timer.outside():
+                if self.profile is not None:
+                    self.profile.step_done()
                 self.between_steps(progress.step)
         if progress.step > first:
             self.save(final=True)
@@ -321,7 +336,8 @@ class _Run:
         Raises RunFailed when the final one can't be saved: what was trained since the one before would be lost unsaid.
         """
         done = self.trainer.progress.step
-        stall = self.checkpoints.save(done, self.trainer.state(), final=final)
+        with record_function("save_checkpoint"):
+            stall = self.checkpoints.save(done, self.trainer.state(), final=final)
         self.event("checkpoint_started", step=done, stall_s=stall)
         if final and not self.checkpoints.finish():
             raise RunFailed(
@@ -330,9 +346,28 @@ class _Run:
             )
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and close what is open."""
+        """Wait for what is being written, and close what is open."""
+        if self.profile is not None:
+            self.profile.close()
         self.checkpoints.finish()
         self.writers.close()
+
+    def _profile(self, session: range, count: int) -> StepProfile | None:
+        """What profiles ``count`` steps of the session; None when it is too short."""
+        steps = steps_to_profile(session, count, self._interrupted)
+        if not steps:
+            message = f"{len(session)} steps are too few to profile any: the first is left out"
+            self.event("profile_left_out", step=session.start, message=message)
+            return None
+        modules = ModuleRanges(self.parts, compiled=self.recipe.run.compile)
+        return StepProfile(steps, session.start, self.ranks, self.parts.meshes, self.directory, modules, self.event)
+
+    def _interrupted(self, done: int) -> bool:
+        recipe = self.recipe
+        return any(
+            _due(done, every)
+            for every in (recipe.metrics.validation_every, recipe.sample.every, recipe.checkpoint.every)
+        )
 
     def _loader(self) -> Loader:
         progress, run = self.trainer.progress, self.recipe.run
@@ -351,7 +386,7 @@ class _Run:
         steps = iter(loader)
         self.timer.start()
         while True:
-            with self.timer.data_wait():
+            with self.timer.data_wait(), record_function(DATA_RANGE):
                 micro_batches = next(steps, None)
             if micro_batches is None:
                 return

@@ -67,7 +67,7 @@ def _told_stalls(series: Series) -> Finding | None:
             "Save less often, or to a faster disk: the copy to the host is what stalls", {"checkpoint.every": 1000}
         ),
         verify="The sum of stall_s over the time of the steps falls",
-        falsified_by="The stalls are those of the last save alone, which a run must wait for",
+        falsified_by="Saves that take as long to copy hold up nothing",
     )
 
 
@@ -101,6 +101,8 @@ def _note(fields: dict[str, Any], rows: Sequence[Row]) -> Note | None:
     step = fields.get("step")
     if what is None or not isinstance(step, int) or isinstance(step, bool):
         return None
+    if what is Happening.CHECKPOINT and step > rows[-1].step:
+        return None  # that at the end, which a run must wait for
     line = next((row.line for row in rows if row.step >= step), rows[-1].line)
     seconds = fields.get("stall_s")
     return Note(

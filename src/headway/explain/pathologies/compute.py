@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 from headway.explain.finding import CauseClass, Confidence, Evidence, Finding, Fix
 from headway.explain.host import named
 from headway.explain.pathologies.evidence import (
@@ -17,7 +19,8 @@ from headway.explain.pathologies.evidence import (
     spans_of,
 )
 from headway.explain.rank_view import RankView
-from headway.timeline import Kind
+from headway.timeline import MODULE_RANGE, Kind
+from headway.timeline.intervals import Mask
 
 _ATTENTION_BY_PARTS = re.compile(r"_scaled_dot_product_attention_math\b")
 _CAST = re.compile(r"^aten::_to_copy$")
@@ -215,9 +218,21 @@ def _recomputation(view: RankView) -> Iterator[Finding]:
     )
 
 
+def _is_trained(view: RankView, scopes: Mask) -> bool:
+    """Whether a backward pass goes through the modules of the scopes, as far as the trace tells modules."""
+    timeline = view.timeline
+    paths = tuple(
+        timeline.strings[name].removeprefix(MODULE_RANGE)
+        for name in np.unique(timeline.name[scopes]).tolist()
+        if timeline.strings[name].startswith(MODULE_RANGE)
+    )
+    backward = timeline.module[timeline.matching("phase", ["backward"])]
+    return bool(paths) and any(timeline.strings[module].startswith(paths) for module in np.unique(backward).tolist())
+
+
 def _inline_encoder(view: RankView) -> Iterator[Finding]:
     scopes = named(view.timeline, _ENCODER, Kind.ANNOTATION, Kind.PYTHON)
-    if not scopes.any():
+    if not scopes.any() or _is_trained(view, scopes):
         return
     kernels = kernels_launched_during(view, spans_of(view, scopes))
     if not kernels.any():

@@ -168,6 +168,9 @@ def _launch_bound(view: RankView) -> Iterator[Finding]:
     gain = Recoverable.of_window(gain.low_us, min(gain.high_us, idle_ns / 1000), view.window_us)
     if not is_worth(gain, view.window_us):
         return
+    if view.computes_on_host:
+        yield _python_bound(view, idle_ns / 1000, gain)
+        return
     yield Finding(
         id="launch-bound",
         title="The host launches more slowly than the device computes",
@@ -189,6 +192,27 @@ def _launch_bound(view: RankView) -> Iterator[Finding]:
         ),
         verify="Idle time by host_launch falls, and the time from launch to start grows beyond 10 us.",
         falsified_by="A step with twice the micro-batch takes twice as long: then the device is what limits.",
+    )
+
+
+def _python_bound(view: RankView, idle_us: float, gain: Recoverable) -> Finding:
+    kernels = view.timeline.kinds(Kind.COMPUTE)
+    return Finding(
+        id="python-bound",
+        title="Python between the operators keeps the CPU from computing",
+        claim=(
+            f"Nothing computes for {per_step(view, idle_us)} ({percent(idle_us / view.window_us)} of the window) while "
+            f"the thread goes from one of {int(kernels.sum()) / view.step_count:,.0f} operators a step to the next."
+        ),
+        cause_class=CauseClass.HOST,
+        confidence=Confidence.HIGH,
+        evidence=(evidence_of(view, kernels, "operators, with what lies between them"),),
+        recoverable=gain,
+        fix=Fix(
+            "torch.compile the blocks, or give each operator more work: a larger micro-batch.", {"run.compile": True}
+        ),
+        verify="Idle time by host_launch falls with the number of operators.",
+        falsified_by="A step with twice the micro-batch takes twice as long: then the operators are what limits.",
     )
 
 

@@ -33,7 +33,7 @@ def find_optimizer(view: RankView) -> Iterator[Finding]:
 
 def _one_by_one(view: RankView) -> Iterator[Finding]:
     updates = named(view.timeline, _STEP, Kind.ANNOTATION, Kind.OPERATOR)
-    if not updates.any():
+    if not updates.any() or view.computes_on_host:
         return
     during = spans_of(view, updates)
     kernels = kernels_launched_during(view, during)
