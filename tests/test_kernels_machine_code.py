@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from headway.kernels.proof import adaln_cases, adamw_cases
+from headway.kernels.proof import adaln_cases, adamw_cases, quantise_cases
 from headway.kernels.proof.machine_code import TARGETS, Compiled, broken, facts
 
 
@@ -54,6 +54,15 @@ ADAMW = {compiled.name: compiled for compiled in adamw_cases.compiled()}
 @pytest.mark.parametrize("target", ["sm_90", *map(soak, sorted(TARGETS.keys() - {"sm_90"}))])
 def test_adamw_keeps_every_promise(name, target):
     assert broken(ADAMW[name], facts(ADAMW[name], target), target) == []
+
+
+QUANTISE = {compiled.name: compiled for compiled in quantise_cases.compiled()}
+
+
+@pytest.mark.parametrize("target", ["sm_90", soak("sm_100"), soak("gfx942")])
+@pytest.mark.parametrize("name", [name if "mx" in name else soak(name) for name in QUANTISE])
+def test_quantise_keeps_every_promise(name, target):
+    assert broken(QUANTISE[name], facts(QUANTISE[name], target), target) == []
 
 
 @pytest.mark.parametrize("name", QUICK)

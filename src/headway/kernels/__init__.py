@@ -3,6 +3,21 @@
 from headway.kernels.adaln import adaln
 from headway.kernels.adamw import Average, Rounding, adamw_
 from headway.kernels.catalogue import OPERATORS, Operator
+from headway.kernels.quantise import quantise, quantise_both
+from headway.kernels.quantise_reference import Quantised
 from headway.kernels.stochastic_rounding import Place, key_of, place_of
 
-__all__ = ["OPERATORS", "Average", "Operator", "Place", "Rounding", "adaln", "adamw_", "key_of", "place_of"]
+__all__ = [
+    "OPERATORS",
+    "Average",
+    "Operator",
+    "Place",
+    "Quantised",
+    "Rounding",
+    "adaln",
+    "adamw_",
+    "key_of",
+    "place_of",
+    "quantise",
+    "quantise_both",
+]

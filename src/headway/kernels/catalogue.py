@@ -26,5 +26,10 @@ OPERATORS = {
             "clip, AdamW, stochastic rounding of bfloat16 weights, averages: one pass over many tensors",
             "headway.kernels.proof.adamw_cases",
         ),
+        Operator(
+            "quantise",
+            "float8 codes and scales by tensor, row, block of 1x128, 128x128 or 1x32 (e8m0), of x and its transpose",
+            "headway.kernels.proof.quantise_cases",
+        ),
     )
 }

@@ -48,6 +48,9 @@ class Compiled:
     statistics: tuple[int, int] = (0, 0)
     """Loads and stores of less than 16 bytes a thread that the kernel needs: of one number a token, of few columns."""
 
+    lacking: frozenset[str] = field(default_factory=frozenset)
+    """Those of TARGETS that have no instructions for it, where the reference runs."""
+
     def source(self) -> ASTSource:
         """What Triton compiles."""
         names = self.kernel.arg_names
