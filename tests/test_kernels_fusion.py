@@ -39,6 +39,12 @@ FUSED_BLOCKS = {
     "wan": "WanTransformerBlock",
     "pixart": "BasicTransformerBlock",
     "sana": "SanaTransformerBlock",
+    "llama": "LlamaDecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "qwen3_moe": "Qwen3MoeDecoderLayer",
+    "mixtral": "MixtralDecoderLayer",
+    "qwen2_5_vl": "Qwen2_5_VLVisionBlock",
+    "qwen3_vl": "Qwen3VLTextDecoderLayer",
 }
 
 
@@ -72,6 +78,10 @@ def test_a_fused_model_takes_the_step_of_the_library(name: str) -> None:
         ("flux", {"tp": 2}),
         ("flux", {"tp": 1, "data": 2, "checkpointing": "selective"}),
         ("wan", {"tp": 2}),
+        ("llama", {"tp": 2, "sequence": True}),
+        ("llama", {"tp": 1, "data": 2, "checkpointing": "selective"}),
+        ("qwen3_moe", {"tp": 2}),
+        soak("qwen3", {"tp": 2, "data": 2, "sequence": True, "checkpointing": "full"}),
         soak("sd3", {"tp": 2}),
         soak("flux", {"tp": 2, "data": 2, "checkpointing": "full"}),
     ],
@@ -80,7 +90,7 @@ def test_it_takes_it_in_any_layout(name: str, layout: dict[str, Any]) -> None:
     assert_fused_like_library(name, **layout)
 
 
-@pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.parametrize("name", ["flux", "wan", "qwen3"])
 def test_in_bfloat16_it_is_no_farther_from_float32(name: str) -> None:
     weights, exact = reference(name)
     _, library = reference(name, "bfloat16")
@@ -113,7 +123,7 @@ def test_every_block_is_told_of_as_fused(name: str, kind: str) -> None:
     blocks = {path for path, module in model.named_modules() if type(module).__name__ == kind}
     assert {each.path for each in fusion.fused if each.kind == kind} == blocks != set()
     assert not blocks & {each.path for each in fusion.left}
-    assert any(line.startswith("left: ") for line in fusion.summary())
+    assert any(line.startswith(f"fused: {len(blocks)} {kind}: ") for line in fusion.summary())
 
 
 def test_a_block_whose_code_is_not_the_known_one_is_left_and_told_of() -> None:
@@ -165,7 +175,7 @@ def test_code_is_compared_without_names_annotations_and_comments() -> None:
     assert function_code(one) != function_code(same)
 
 
-@pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.parametrize("name", ["flux", "wan", "qwen3"])
 def test_a_fused_block_compiles_whole_and_equal_blocks_share_it(name: str) -> None:
     """Beside the first block, whose inputs need other gradients, at most one graph for each kind of block."""
     for frames, error in run_ranks(1, _compiled, name, timeout_s=200):

@@ -5,6 +5,7 @@ from headway.kernels.adamw import Average, Rounding, adamw_
 from headway.kernels.catalogue import OPERATORS, Operator
 from headway.kernels.quantise import quantise, quantise_both
 from headway.kernels.quantise_reference import Quantised
+from headway.kernels.rms_norm import rms_norm
 from headway.kernels.stochastic_rounding import Place, key_of, place_of
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "place_of",
     "quantise",
     "quantise_both",
+    "rms_norm",
 ]

@@ -22,6 +22,11 @@ OPERATORS = {
             "headway.kernels.proof.adaln_cases",
         ),
         Operator(
+            "rms_norm",
+            "h = x + branch; RMSNorm of h; · weight or · (1 + weight)",
+            "headway.kernels.proof.rms_norm_cases",
+        ),
+        Operator(
             "adamw",
             "clip, AdamW, stochastic rounding of bfloat16 weights, averages: one pass over many tensors",
             "headway.kernels.proof.adamw_cases",

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from headway.kernels.fusion.diffusion import PATTERNS as DIFFUSION
+from headway.kernels.fusion.language import PATTERNS as LANGUAGE
 from headway.kernels.fusion.pattern import Pattern, calls_known, code_of
 
-PATTERNS = DIFFUSION
+PATTERNS = DIFFUSION + LANGUAGE
 OF_INTEREST = ("Norm", "TransformerBlock", "DecoderLayer", "VisionBlock")
 """Words in the names of classes that might be fused, and are told of when they are not."""
 
@@ -61,24 +62,29 @@ def fuse(model: nn.Module) -> Fusion:
     fused: list[Fused] = []
     left: list[Left] = []
     covered: set[str] = set()
-    for path, module in list(model.named_modules()):
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        if path in covered:
+            continue
         kind = type(module)
-        pattern, reason = _pattern_of(module)
+        pattern, reason = _pattern_of(module, type(modules[path.rpartition(".")[0]]).__name__)
         if pattern is not None and reason is None:
             pattern.apply(module)
             fused.append(Fused(path, kind.__name__, pattern.operators))
             covered.update(f"{path}.{child}" for child in pattern.covers)
-        elif path not in covered and (reason or any(word in kind.__name__ for word in OF_INTEREST)):
+        elif reason or any(word in kind.__name__ for word in OF_INTEREST):
             left.append(Left(path, kind.__name__, reason or "there is no fused form of it"))
     return Fusion(tuple(fused), tuple(left))
 
 
-def _pattern_of(module: nn.Module) -> tuple[Pattern | None, str | None]:
-    """The pattern of a module, and why it can't be applied."""
+def _pattern_of(module: nn.Module, parent: str) -> tuple[Pattern | None, str | None]:
+    """The pattern of a module in one of class ``parent``, and why it can't be applied."""
     kind: Any = type(module)
     named = any(kind.__name__ in pattern.names for pattern in PATTERNS)
     code = code_of(kind)
     for pattern in PATTERNS:
         if code in pattern.known and calls_known(kind, pattern.functions):
+            if pattern.not_within is not None and pattern.not_within in parent:
+                return pattern, f"it is within {parent}"
             return pattern, pattern.obstacle(module)
     return None, "its forward is not the one that is known here" if named else None

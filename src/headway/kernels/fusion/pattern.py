@@ -34,7 +34,9 @@ class Pattern:
     obstacle: Callable[[Any], str | None] = lambda module: None
     """Why a module can't be fused although its code is known."""
     covers: tuple[str, ...] = ()
-    """Children that ``forward`` computes itself."""
+    """Children that ``forward`` computes itself: they are left as they are."""
+    not_within: str | None = None
+    """A word in the class of the parent of modules that are left: a norm of single heads has rows too short."""
 
     def apply(self, module: nn.Module) -> None:
         """Change ``module`` in place. Its parameters, children, hooks and names stay."""
@@ -49,25 +51,25 @@ def _with_forward(kind: Any, forward: Callable[..., Any]) -> type:
 
 
 @functools.cache
-def code_of(kind: type) -> str | None:
-    """Digest of the code of a class's forward; None where its source can't be read."""
-    return function_code(inspect.unwrap(kind.forward))  # type: ignore[attr-defined]
+def code_of(kind: Any) -> str:
+    """Digest of the code of a class's forward; empty where its source can't be read."""
+    return function_code(inspect.unwrap(kind.forward))
 
 
 @functools.cache
-def function_code(function: Callable[..., Any]) -> str | None:
-    """Digest of a function's code without decorators, annotations, comments and documentation."""
+def function_code(function: Callable[..., Any]) -> str:
+    """As ``code_of``, of a function: its code without decorators, annotations, comments and documentation."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
-        return None
+        return ""
     bare = _Bare().visit(tree)
     return hashlib.sha256(ast.unparse(bare).encode()).hexdigest()[:16]
 
 
-def calls_known(kind: type, functions: Mapping[str, frozenset[str]]) -> bool:
+def calls_known(kind: Any, functions: Mapping[str, frozenset[str]]) -> bool:
     """Whether the forward of ``kind`` finds those functions with known code under their names."""
-    scope = inspect.unwrap(kind.forward).__globals__  # type: ignore[attr-defined]
+    scope = inspect.unwrap(kind.forward).__globals__
     return all(callable(scope.get(name)) and function_code(scope[name]) in known for name, known in functions.items())
 
 

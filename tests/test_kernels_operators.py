@@ -1,0 +1,238 @@
+"""Operators on rows: kernels and reference against float64, and the operators within autograd, compile and layouts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from headway.kernels import rms_norm
+from headway.kernels.rms_norm import rms_norm_forward
+from ranks import run_ranks
+from soak import soak
+
+pytest.importorskip("triton")
+
+from headway.kernels.proof import machine_code, rms_norm_cases
+from headway.kernels.proof.machine_code import TARGETS, broken, facts
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What the tests need of one: its proof, its public function, and cases of it."""
+
+    proof: Any
+    public: Callable[[Any, dict[str, Tensor]], list[Tensor]]
+    """(case, inputs by name) -> its results, in the order of the proof's RESULTS."""
+    registered: Any
+    arguments: Callable[[Any, Any], tuple[Any, ...]]
+    """(case, inputs) -> what the registered operator is given."""
+    small: tuple[Any, ...]
+    """Cases in float64, of which the first has everything."""
+    shapes: Any
+    """A strategy of random cases."""
+    placements: dict[str, Any]
+    """By input: how it is split over ranks that share samples."""
+    quick: str
+    """Part of the names of what the suite compiles; make soak compiles all."""
+
+
+def _rms_norm(case: Any, tensors: dict[str, Tensor]) -> list[Tensor]:
+    results = rms_norm(**tensors, epsilon=rms_norm_cases.EPSILON, offset=case.offset)
+    return list(results if case.added else results[1:])
+
+
+DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+Norm = rms_norm_cases.Case
+OPERATORS = {
+    "rms_norm": Operator(
+        rms_norm_cases,
+        _rms_norm,
+        rms_norm_forward,
+        lambda case, given: (given.x, given.branch, given.weight, rms_norm_cases.EPSILON, case.offset),
+        (Norm(2, 4, 6, torch.float64, offset=1.0, strided=True), Norm(2, 4, 6, torch.float64, added=False)),
+        st.builds(
+            Norm,
+            samples=st.integers(1, 2),
+            tokens=st.integers(1, 6),
+            width=st.integers(9, 300),
+            dtype=DTYPES,
+            added=st.booleans(),
+            offset=st.sampled_from([0.0, 1.0]),
+            strided=st.booleans(),
+            programs=st.integers(1, 12),
+        ),
+        {"weight": Replicate()},
+        "8192",
+    ),
+}
+
+
+def inputs_of(given: Any) -> dict[str, Tensor]:
+    """What forward is given, by name."""
+    return {n: t for n, t in vars(given).items() if t is not None and not n.startswith("grad_")}
+
+
+def gradients_of(given: Any) -> list[Tensor]:
+    """What backward is given."""
+    return [t for n, t in vars(given).items() if t is not None and n.startswith("grad_")]
+
+
+def through_operator(operator: Operator, case: Any, given: Any, call: Any = None) -> dict[str, Tensor]:
+    """As the proof's ``eager``, by the public function."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs_of(given).items()}
+    results = (call or operator.public)(case, leaves)
+    gradients = torch.autograd.grad(results, list(leaves.values()), gradients_of(given))
+    names = operator.proof.eager(given, case).keys()
+    if len(names) < len(results) + len(gradients):  # of a residual's two summands the gradient is one
+        gradients = [g for name, g in zip(leaves, gradients, strict=True) if name != "branch"]
+    return dict(zip(names, [*(result.detach() for result in results), *gradients], strict=True))
+
+
+CASES = [(name, case) for name, operator in OPERATORS.items() for case in operator.proof.CASES]
+SMALL = [(name, case) for name, operator in OPERATORS.items() for case in operator.small]
+
+
+@pytest.mark.parametrize(("name", "case"), SMALL, ids=str)
+def test_the_operator_on_a_cpu_is_what_torch_computes_in_float64(name, case):
+    operator = OPERATORS[name]
+    made = operator.proof.inputs(case)
+    right = operator.proof.eager(made, case)
+    for result, value in through_operator(operator, case, made).items():
+        torch.testing.assert_close(value, right[result], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
+def test_kernels_are_as_exact_as_eager(name, case):
+    for verdict in OPERATORS[name].proof.check(case, seed=1):
+        assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("examples", [5, soak(200)])
+def test_kernels_are_as_exact_as_eager_for_random_shapes(name, examples):
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @given(case=OPERATORS[name].shapes)
+    def holds(case):
+        for verdict in OPERATORS[name].proof.check(case):
+            assert verdict.passed, (case, verdict)
+
+    holds()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_results_have_the_same_bits_in_any_order_of_programs(name):
+    proof = OPERATORS[name].proof
+    case = replace(OPERATORS[name].small[0], dtype=torch.float32)
+    first, *others = (proof.kernel(proof.inputs(case), case, order) for order in (None, 1, 2))
+    for other in others:
+        assert all(torch.equal(first[result], other[result]) for result in first)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_inputs_are_not_written_to(name):
+    operator = OPERATORS[name]
+    case = replace(operator.small[0], dtype=torch.float32)
+    made, untouched = operator.proof.inputs(case), operator.proof.inputs(case)
+    operator.proof.kernel(made, case)
+    through_operator(operator, case, made)
+    for tensor, same in zip(vars(made).values(), vars(untouched).values(), strict=True):
+        assert tensor is None or torch.equal(tensor, same)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_tokens_give_empty_results_and_gradients_of_zero(name):
+    operator = OPERATORS[name]
+    case = replace(operator.small[0], dtype=torch.float32, tokens=0)
+    made = operator.proof.inputs(case)
+    right = operator.proof.eager(made, case)
+    for results in (operator.proof.kernel(made, case), through_operator(operator, case, made)):
+        for result, value in results.items():
+            assert value.shape == right[result].shape
+            assert not value.any()
+
+
+@pytest.mark.parametrize(("name", "case"), SMALL, ids=str)
+def test_torch_finds_the_operator_well_registered(name, case):
+    operator = OPERATORS[name]
+    made = operator.proof.inputs(case)
+    for tensor in inputs_of(made).values():
+        tensor.requires_grad_()
+    torch.library.opcheck(operator.registered, operator.arguments(case, made))
+
+
+@pytest.mark.parametrize(("name", "case"), SMALL, ids=str)
+def test_a_whole_graph_compiles_around_it(name, case):
+    operator = OPERATORS[name]
+    made = operator.proof.inputs(case)
+    compiled = torch.compile(operator.public, fullgraph=True, backend="aot_eager")
+    right = through_operator(operator, case, made)
+    for result, value in through_operator(operator, case, made, compiled).items():
+        assert torch.equal(value, right[result]), result
+
+
+@pytest.mark.parametrize(("name", "case"), SMALL, ids=str)
+def test_fake_tensors_on_a_gpu_need_none(name, case):
+    operator = OPERATORS[name]
+    case = replace(case, dtype=torch.bfloat16)
+    made = operator.proof.inputs(case)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = {n: torch.empty(t.shape, dtype=t.dtype, device="cuda") for n, t in inputs_of(made).items()}
+        results = operator.public(case, fakes)
+    for result, right in zip(results, operator.proof.eager(made, case).values(), strict=False):
+        assert (result.device.type, result.shape, result.dtype) == ("cuda", right.shape, right.dtype)
+
+
+def distributed(name: str) -> list[tuple[str, bool]]:
+    """For splits of samples and tokens: whether results keep the split, and gradients are those of one device."""
+    operator = OPERATORS[name]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    held = []
+    for case in operator.small:
+        for split in (0, 1):
+            made = operator.proof.inputs(case)
+            right = operator.proof.eager(made, case)
+            leaves = {
+                n: distribute_tensor(t.contiguous(), mesh, [operator.placements.get(n, Shard(split))]).requires_grad_()
+                for n, t in inputs_of(made).items()
+            }
+            results = operator.public(case, leaves)
+            upstream = [distribute_tensor(t.contiguous(), mesh, [Shard(split)]) for t in gradients_of(made)]
+            gradients = torch.autograd.grad(results, list(leaves.values()), upstream)
+            held += [(f"{case} {split}", result.placements == (Shard(split),)) for result in results]
+            found = dict(zip((f"grad_{n}" for n in leaves), gradients, strict=True))
+            found |= dict(zip(right, results, strict=False))
+            for result, value in right.items():
+                assert isinstance(found[result], DTensor)
+                held.append((f"{case} {split} {result}", torch.allclose(found[result].full_tensor(), value)))
+    return held
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_dtensors_keep_their_split_and_give_the_gradients_of_one_device(name):
+    for held in run_ranks(2, distributed, name):
+        assert [what for what, right in held if not right] == []
+        assert len(held) >= 8
+
+
+COMPILED = {
+    (name, compiled.name): compiled for name, operator in OPERATORS.items() for compiled in operator.proof.compiled()
+}
+
+
+@pytest.mark.parametrize(
+    "key", [key if OPERATORS[key[0]].quick in key[1] else soak(key) for key in COMPILED], ids=lambda key: key[1]
+)
+@pytest.mark.parametrize("target", TARGETS)
+def test_machine_code_keeps_every_promise(key, target):
+    found = facts(COMPILED[key], target)
+    assert broken(COMPILED[key], found, target) == []
+    assert found.registers <= (255 if machine_code.TARGETS[target].backend == "cuda" else 512)
