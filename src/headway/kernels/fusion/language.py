@@ -69,8 +69,9 @@ def _unless_fusible(name: str) -> Callable[[Any], str | None]:
 
     def obstacle(module: Any) -> str | None:
         norm = getattr(module, name)
-        if code_of(type(norm)) not in RMS_NORM | OFFSET_RMS_NORM:
-            return f"there is no fused form of its {type(norm).__name__}"
+        kind: Any = type(norm)
+        if code_of(kind) not in RMS_NORM | OFFSET_RMS_NORM:
+            return f"there is no fused form of its {kind.__name__}"
         return hooked(norm)
 
     return obstacle
