@@ -8,6 +8,7 @@ import pytest
 from commands import run
 from headway.cluster import cluster_toml, load_cluster
 from headway.errors import UserError
+from headway.explain import explain
 from headway.recipe import to_toml
 from headway.runs import compare, measured, read_events
 from test_calibrate_from_run import CPU, cpu
@@ -31,7 +32,8 @@ def kinds(folder: Path) -> list[str]:
 
 def test_a_run_keeps_its_prediction_and_ends_with_both(monkeypatch, capsys, recipe, tmp_path):
     directory = tmp_path / "run"
-    code, out, err = run(monkeypatch, capsys, "train", str(recipe), "--cluster", str(tmp_path / "here.toml"))
+    here = str(tmp_path / "here.toml")
+    code, out, err = run(monkeypatch, capsys, "train", str(recipe), "--cluster", here, "--profile")
     assert (code, err) == (0, "")
     assert kinds(directory)[:2] == ["started", "predicted"], "before the first step"
     found = json.loads((directory / "prediction.json").read_text())
@@ -47,6 +49,12 @@ def test_a_run_keeps_its_prediction_and_ends_with_both(monkeypatch, capsys, reci
     table = out[out.index("Predicted on") :]
     assert f"{time['value']:.4g} s" in table
     assert "in range" in table
+    (planned,) = explain([directory]).as_json()["planned"]
+    assert planned["planned_us"] == pytest.approx(1e6 * time["value"])
+    assert {"forward", "backward"} <= {cause["cause"] for cause in planned["causes"]}
+    blocks = {block for cause in planned["causes"] if cause["cause"] == "backward" for block in cause["blocks_us"]}
+    assert {"model.layers.0", "model.layers.1", "model.embed_tokens"} <= blocks
+    assert planned["text"].partition(":")[0] in table
 
 
 @pytest.mark.soak

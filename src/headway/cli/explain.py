@@ -20,6 +20,8 @@ ROWS = 16
 """Of the table of ranks on a terminal; all are in the JSON."""
 FINDINGS = 8
 """Told on a terminal; all are in the JSON."""
+CAUSES = 8
+"""Of a difference to the prediction, told on a terminal."""
 MESSAGES = 12
 """Of health, told on a terminal."""
 COLOURS = {"failed": "red", "warning": "yellow", "note": "dim"}
@@ -88,6 +90,8 @@ def rendered(report: "Report") -> str:
             console.print(f"  … and {len(messages) - MESSAGES} more, in the JSON")
         if result["ranks"]:
             console.print(_budget(result["ranks"]))
+        for planned in result.get("planned", []):
+            console.print(_planned(planned))
         for number, finding in enumerate(report.explained.findings[:FINDINGS], 1):
             _print_finding(console, number, finding)
         if len(report.explained.findings) > FINDINGS:
@@ -127,6 +131,19 @@ def _budget(ranks: list[dict[str, Any]]) -> Table:
         )
     if len(ranks) > ROWS:
         table.add_row("…", f"{len(ranks) - ROWS} more")
+    return table
+
+
+def _planned(planned: dict[str, Any]) -> Table:
+    """Predicted against measured, the causes that changed most."""
+    table = Table(title=f"{planned['text'].partition(':')[0]} (with the profiler), ms a step", box=None)
+    table.title_justify = "left"
+    for heading in ("cause", "planned", "measured", "change", "where"):
+        table.add_column(heading, justify="left" if heading in ("cause", "where") else "right")
+    for cause in planned["causes"][:CAUSES]:
+        numbers = (cause["planned_us"], cause["measured_us"])
+        change = f"{cause['change_us'] / 1000:+,.1f}"
+        table.add_row(cause["cause"], *(f"{us / 1000:,.1f}" for us in numbers), change, cause["where"])
     return table
 
 

@@ -1,6 +1,7 @@
-"""``python -m headway.cli.predict_run CLUSTER DEVICES < RECIPE``: the prediction that a run stores, as JSON.
+"""``python -m headway.cli.predict_run CLUSTER DEVICES TIMELINE < RECIPE``: the prediction that a run stores, as JSON.
 
-A process of its own, beside the ranks while they start: a rehearsal patches what it rehearses with.
+The predicted step itself goes to the file TIMELINE. A process of its own, beside the ranks while they start: a
+rehearsal patches what it rehearses with.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import sys
 import time
 import tomllib
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from headway.cli.prediction import WRONG_INPUT
@@ -16,10 +18,11 @@ from headway.cli.quiet import quieten_libraries
 from headway.cluster import Cluster, cluster_of
 from headway.errors import UserError
 from headway.recipe import Recipe, parse_recipe
+from headway.timeline import Timeline, write_chrome_trace
 
 
-def prediction_of(recipe: Recipe, cluster: Cluster, devices: int) -> dict[str, Any]:
-    """What ``prediction.json`` holds: ``prediction`` as ``headway plan`` has it, and what it was made of.
+def prediction_of(recipe: Recipe, cluster: Cluster, devices: int) -> tuple[dict[str, Any], Timeline]:
+    """What ``prediction.json`` holds, ``prediction`` as ``headway plan`` has it and what it was made of; and the step.
 
     Raises UserError for what can't be rehearsed.
     """
@@ -30,7 +33,7 @@ def prediction_of(recipe: Recipe, cluster: Cluster, devices: int) -> dict[str, A
     torch.set_num_threads(1)
     began = time.monotonic()
     found = predict((rehearse(recipe, devices, role.rank) for role in roles(recipe, devices)), cluster)
-    return {
+    told = {
         "made": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "seconds": time.monotonic() - began,
         "cluster": cluster.name,
@@ -41,16 +44,18 @@ def prediction_of(recipe: Recipe, cluster: Cluster, devices: int) -> dict[str, A
         "peak_tflops": cluster.accelerator.peak_tflops(recipe.precision.compute),
         "errors_s": found.result_json()["errors_s"],
     }
+    return told, found.timeline
 
 
 def main() -> int:
     """Print the prediction; where there can be none, one line a fault."""
     quieten_libraries()
-    cluster, devices = sys.argv[1:]
+    cluster, devices, timeline_file = sys.argv[1:]
     try:
         recipe = parse_recipe(tomllib.loads(sys.stdin.read()), source="the run's recipe")
         with contextlib.redirect_stdout(sys.stderr):  # of libraries: standard output is the result alone
-            found = prediction_of(recipe, cluster_of(cluster), int(devices))
+            found, timeline = prediction_of(recipe, cluster_of(cluster), int(devices))
+            write_chrome_trace(timeline, Path(timeline_file))
     except UserError as error:
         print(error, file=sys.stderr)
         return WRONG_INPUT

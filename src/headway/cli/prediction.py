@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from typing import Self
 from headway.cluster import cluster_of, cluster_toml
 from headway.errors import RunFailed
 from headway.recipe import Recipe, to_toml
-from headway.runs import PREDICTED, RunDirectory, replace_text
+from headway.runs import PREDICTED, RunDirectory, replace_text, writing
 
 PATIENCE_S = 120.0
 """That training waits for its prediction, once the ranks are ready, and at most half of what a collective waits."""
@@ -35,9 +36,10 @@ class PredictionBeside:
         self._directory = RunDirectory(recipe.run.directory)
         self._late: tuple[int, Callable[..., None]] | None = None
         self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._timeline = tempfile.NamedTemporaryFile(suffix=".json.gz")  # noqa: SIM115
         environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "headway.cli.predict_run", cluster, str(devices)],
+            [sys.executable, "-m", "headway.cli.predict_run", cluster, str(devices), self._timeline.name],
             stdin=subprocess.PIPE,
             stdout=self._out,
             stderr=self._err,
@@ -62,10 +64,12 @@ class PredictionBeside:
         self._process.wait()
         self._out.close()
         self._err.close()
+        self._timeline.close()
 
     def before_first_step(self, step: int, event: Callable[..., None]) -> None:
-        """Store ``prediction.json`` and ``cluster.toml`` before ``step`` is taken, and tell it by ``event``."""
-        self._directory.prediction_file.unlink(missing_ok=True)  # of an earlier session, perhaps in another layout
+        """Store the prediction and ``cluster.toml`` before ``step`` is taken, and tell it by ``event``."""
+        for file in (self._directory.prediction_file, self._directory.predicted_step_file):
+            file.unlink(missing_ok=True)  # of an earlier session, perhaps in another layout
         patience = min(PATIENCE_S, self._recipe.run.timeout_s / 2)
         try:
             self._process.wait(patience)
@@ -91,6 +95,11 @@ class PredictionBeside:
         """Write the files, and return in words what was predicted. Raises RunFailed when the disk refuses them."""
         self._out.seek(0)
         text = self._out.read()
+        file = self._directory.predicted_step_file
+        with writing(file):
+            hidden = file.with_name(f".{file.name}")
+            shutil.copyfile(self._timeline.name, hidden)
+            os.replace(hidden, file)
         replace_text(self._directory.prediction_file, text)
         replace_text(self._directory.cluster_file, cluster_toml(self._cluster))
         time = json.loads(text)["prediction"]["step_time_s"]

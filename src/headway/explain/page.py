@@ -38,6 +38,7 @@ def page_data(report: Report) -> dict[str, Any]:
         "ranks": result["ranks"],
         "kernels": result.get("kernels", []),
         "collectives": collectives,
+        "planned": result.get("planned", []),
         "pipelines": result.get("pipelines", []),
         "colours": COLOURS,
         "lanes": _lanes(report),

@@ -14,6 +14,7 @@ from headway.explain.logs import explain_logs, explain_run_directories, explain_
 from headway.explain.memory_snapshot import explain_memory_snapshot
 from headway.explain.nsys import explain_nsys
 from headway.explain.pipeline_events import explain_pipeline_events
+from headway.explain.predictions import explain_predictions
 from headway.explain.reading import side_by_side
 from headway.explain.timelines import by_gain
 
@@ -77,6 +78,7 @@ def explain(paths: Sequence[Path]) -> Report:
                 unread.append(str(error))
     if not parts:
         raise UserError("\n".join(unread))
+    parts.append(explain_predictions(inputs))
     told = [HealthMessage("unreadable", Severity.FAILED, text) for text in unread]
     if passed_over:
         names = ", ".join(path.name for path in passed_over[:4])

@@ -1,6 +1,13 @@
 """What a run leaves behind and is told from outside: its directory, requests to stop, its summary and console."""
 
-from headway.runs.comparison import PREDICTED, Compared, Comparison, compare, read_prediction
+from headway.runs.comparison import (
+    PREDICTED,
+    Compared,
+    Comparison,
+    compare,
+    prediction_of_last_session,
+    read_prediction,
+)
 from headway.runs.console import RunConsole
 from headway.runs.json_lines import append_line, replace_text, writing
 from headway.runs.run_directory import RunDirectory, read_events, read_metrics
@@ -24,6 +31,7 @@ __all__ = [
     "compare",
     "measured",
     "pending_request",
+    "prediction_of_last_session",
     "read_events",
     "read_metrics",
     "read_prediction",

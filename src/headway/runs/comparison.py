@@ -58,15 +58,23 @@ def read_prediction(run: Path) -> dict[str, Any] | None:
     return found
 
 
+def prediction_of_last_session(run: Path) -> dict[str, Any] | None:
+    """``prediction.json`` of ``run`` where it is of the run's last session; None when that had none.
+
+    Raises UserError for damaged files.
+    """
+    turns = [event["kind"] for event in read_events(run) if event["kind"] in (*SESSION, PREDICTED)]
+    return read_prediction(run) if turns and turns[-1] == PREDICTED else None
+
+
 def compare(run: Path, sample_name: str) -> Comparison | None:
     """The last session of ``run`` beside its prediction; None when it had none or measured nothing.
 
     ``sample_name``: of what a sample is called. A prediction of an earlier session, perhaps of another layout, does not
     count. Raises UserError for damaged files.
     """
-    turns = [event["kind"] for event in read_events(run) if event["kind"] in (*SESSION, PREDICTED)]
-    prediction = read_prediction(run)
-    if not turns or turns[-1] != PREDICTED or prediction is None:
+    prediction = prediction_of_last_session(run)
+    if prediction is None:
         return None
     found = measured(run)
     if found is None:

@@ -73,6 +73,8 @@ class RunDirectory:
         self.metrics_file = path / "metrics.jsonl"
         self.events_file = path / "events.jsonl"
         self.prediction_file = path / "prediction.json"
+        self.predicted_step_file = path / "predicted_step.json.gz"
+        """The Timeline behind it."""
         self.cluster_file = path / "cluster.toml"
         self.checkpoints = path / "checkpoints"
         self.samples = path / "samples"
