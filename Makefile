@@ -11,9 +11,9 @@ install = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 
 .PHONY: demo test lint bench soak clean
 
-demo: $(call stamp,demo) runs/here.toml ## measure this machine, plan for it, train a small text-to-image model on OpenMoji
+demo: $(call stamp,demo) runs/here.toml ## measure this machine, plan for it, train and profile a small text-to-image model on OpenMoji
 	$(BIN)/headway plan examples/demo.toml --cluster runs/here.toml --top 2 --precision bfloat16 --explain --to runs/demo.toml
-	$(BIN)/headway train runs/demo.toml --ranks 2 --cluster runs/here.toml --export
+	$(BIN)/headway train runs/demo.toml --ranks 2 --cluster runs/here.toml --profile --export
 
 runs/here.toml: | $(call stamp,demo)
 	mkdir -p runs
