@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.models.classes import find_class, instantiate, read_config
 from headway.models.deferred_init import InitialValues, record_construction
@@ -148,11 +149,21 @@ def _local_part(tensor: torch.Tensor) -> Slice:
     return Slice(tuple(offset), tuple(shape))
 
 
+def _wrapped_like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` within what wraps ``old``: weights that are gathered in another dtype than they are trained in."""
+    if not is_traceable_wrapper_subclass(old):
+        return local
+    (inner, *_), context = old.__tensor_flatten__()
+    kind: Any = type(old)
+    wrapped: torch.Tensor = kind.__tensor_unflatten__({inner: local}, context, local.size(), local.stride())
+    return wrapped
+
+
 def _like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """``local`` in the place of ``old``: a DTensor of the same mesh and placements, a Parameter that trains alike."""
-    new = local
+    new = _wrapped_like(old.to_local() if isinstance(old, DTensor) else old, local)
     if isinstance(old, DTensor):
         new = DTensor.from_local(
-            local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+            new, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
         )
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new

@@ -6,6 +6,7 @@ from headway.parallel.async_tensor_parallel import overlap_tensor_parallel
 from headway.parallel.bfloat16_on_cpu import emulate_bfloat16_products, has_bfloat16_instructions
 from headway.parallel.compile import compile_blocks
 from headway.parallel.data_parallel import FullyShardedModel, LaidOut, LaidOutWhole, shard
+from headway.parallel.float8 import check_divided, check_float8, lower_products
 from headway.parallel.masters import Masters, clip_scale
 from headway.parallel.mesh import Meshes
 from headway.parallel.placement import Piece, holders, own_piece, pieces
@@ -23,6 +24,8 @@ __all__ = [
     "Piece",
     "Ranks",
     "apply_tensor_parallel",
+    "check_divided",
+    "check_float8",
     "check_tensor_parallel",
     "checkpoint_activations",
     "clip_scale",
@@ -31,6 +34,7 @@ __all__ = [
     "emulate_bfloat16_products",
     "has_bfloat16_instructions",
     "holders",
+    "lower_products",
     "offload_activations",
     "overlap_tensor_parallel",
     "own_piece",

@@ -18,6 +18,8 @@ KEPT_OPERATORS = frozenset(
         _aten.bmm.default,
         _aten.baddbmm.default,
         _aten._grouped_mm.default,
+        _aten._scaled_mm.default,
+        _aten._scaled_mm_v2.default,
         _aten.convolution.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,

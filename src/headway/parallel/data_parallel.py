@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from headway.parallel.expert_parallel import shard_experts
+from headway.parallel.float8 import find_gathered_scales, gathers_float8
 from headway.parallel.masters import Masters
 from headway.parallel.mesh import Meshes
 from headway.parallel.one_device import OneDevice
@@ -54,6 +55,7 @@ class FullyShardedModel:
         self._model = model
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._parameters: dict[str, DTensor] = {}
+        self._gathers_float8 = gathers_float8(model)
 
     def train(self, mode: bool) -> None:
         """See LaidOut."""
@@ -93,6 +95,8 @@ class FullyShardedModel:
         """
         for unit in self._units:
             unit.reshard()
+        if self._gathers_float8:
+            find_gathered_scales(self._model)
 
 
 def shard(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.parallel.placement import number_of_pieces
 
@@ -23,8 +24,8 @@ class Masters:
 
     def __init__(self, whole: Mapping[str, DTensor], model_ranks: int) -> None:
         """``model_ranks``: how many ranks hold a part or copy of these parameters (of one pipeline stage)."""
-        self.whole = dict(whole)
-        self.local = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in whole.items()}
+        self.whole = {name: _plain(parameter) for name, parameter in whole.items()}
+        self.local = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in self.whole.items()}
         numbers = [number_of_pieces(parameter) for parameter in self.whole.values()]
         self._shares = torch.tensor([number / model_ranks for number in numbers], dtype=torch.float64)
 
@@ -55,13 +56,20 @@ class Masters:
 
     def like(self, name: str, local: Tensor) -> DTensor:
         """``local``, one value for each element of this rank's shard, as a DTensor sharing its memory."""
-        parameter = self.whole[name]
-        # Shape and stride are the parameter's: inferred from a shard they would be wrong wherever shards are uneven.
-        return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return _spread(local, self.whole[name])
+
+
+def _spread(local: Tensor, like: DTensor) -> DTensor:
+    # Shape and stride are the whole's: inferred from a shard they would be wrong wherever shards are uneven.
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _plain(parameter: DTensor) -> DTensor:
+    """``parameter`` without the wrapper that lets FSDP2 gather it as float8; both share their memory."""
+    local = parameter.to_local().detach()
+    if not is_traceable_wrapper_subclass(local):
+        return parameter
+    (inner, *_), _ = local.__tensor_flatten__()
+    return _spread(getattr(local, inner), parameter)

@@ -207,6 +207,19 @@ class PrecisionRecipe(Section):
     reduce: Literal["float32", "bfloat16"] = "float32"
     stochastic_rounding: bool = False
     """With bfloat16 masters: AdamW rounds its updates up or down at random, so that small ones are not lost."""
+    matmul: Literal["compute", "float8_tensorwise", "float8_rowwise", "mxfp8"] = "compute"
+    """Products of the blocks' linear layers: in the dtype of ``compute``; or of float8 numbers, which share a scale
+    with all of their tensor, with their row, or with 32 neighbours of theirs."""
+    keep_high: list[str] = ["first_block", "last_block", "*norm*", "*_mod.*", "*modulation*", "*router*", "*lora_*"]
+    """Layers whose products stay in ``compute``: first_block, last_block, and patterns of names, in a block or in the
+    model. Embeddings, head and whatever else is outside of the blocks always stay."""
+    float8_all_gather: bool = False
+    """With float8_tensorwise: weights are quantised before ranks gather them, which halves what travels."""
+
+    @property
+    def products(self) -> str:
+        """Precision of the blocks' matrix products, by whose dense peak MFU is measured."""
+        return self.compute if self.matmul == "compute" else "float8"
 
     @model_validator(mode="after")
     def _rounds_bfloat16(self) -> Self:
@@ -214,6 +227,15 @@ class PrecisionRecipe(Section):
             raise ValueError(
                 'stochastic_rounding is for master = "bfloat16": float32 weights lose no update; '
                 'set master = "bfloat16", or leave it out'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gathers_float8(self) -> Self:
+        if self.float8_all_gather and self.matmul != "float8_tensorwise":
+            raise ValueError(
+                'float8_all_gather needs matmul = "float8_tensorwise": a scale of all of a weight is the only one that '
+                "its shards share"
             )
         return self
 

@@ -15,11 +15,14 @@ from headway.parallel import (
     Meshes,
     Ranks,
     apply_tensor_parallel,
+    check_divided,
+    check_float8,
     check_tensor_parallel,
     checkpoint_activations,
     compile_blocks,
     emulate_bfloat16_products,
     has_bfloat16_instructions,
+    lower_products,
     offload_activations,
     overlap_tensor_parallel,
     shard,
@@ -94,6 +97,7 @@ def lay_out(
     ``micro_batches`` of one rank and step; ``costs`` of blocks, by which a pipeline's stages are balanced. Raises
     UserError, before anything is changed, for a layout that the model can't have.
     """
+    check_float8(recipe.precision, recipe.layout, ranks.device)
     plan = _check(recipe, built, meshes, micro_batches, costs)
     if recipe.layout.async_tensor_parallel and recipe.run.compile:
         overlap_tensor_parallel(meshes.tp, ranks.device)
@@ -101,6 +105,7 @@ def lay_out(
     in_bfloat16 = recipe.precision.compute == "bfloat16" or recipe.optim.kind == "muon"
     if ranks.device.type == "cpu" and in_bfloat16 and not has_bfloat16_instructions():
         emulate_bfloat16_products()
+    lowered = lower_products(built.module, _main_blocks(built), recipe.precision, ranks.device, meshes.world)
     routing = routing_of(recipe, built.components[0].module, ranks.device, meshes.sizes.cp)
     mixture = bool(find_routers(built.components[0].module))
     split = split_into_stages(built.module, plan, meshes.stage) if plan is not None else None
@@ -112,6 +117,8 @@ def lay_out(
     sharded = []
     for part in parts:
         sequence = _divide(recipe, part, meshes) or sequence
+        if ranks.device.type == "cuda":
+            check_divided(part.built.module, lowered, recipe.precision, meshes.sizes.tp)
         if routing is not None:
             routing.losses.attach(part.main, part.blocks)
         _recompute_and_compile(recipe, part, meshes.sizes, pin_memory=ranks.device.type == "cuda", mixture=mixture)
@@ -130,6 +137,12 @@ def lay_out(
     )
     layout.laid_out.train(True)
     return layout
+
+
+def _main_blocks(built: BuiltModel) -> list[tuple[str, nn.Module]]:
+    """Repeated blocks of the library's model that is trained, without those of text encoders."""
+    main = set(built.components[0].module.modules())
+    return [(name, block) for name, block in built.blocks if block in main]
 
 
 def _check(

@@ -174,12 +174,15 @@ class _Run:
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         everything = sum(p.numel() for p in parameters)
         precision = self.recipe.precision
+        products = "" if precision.matmul == "compute" else f", {precision.matmul} products"
+        rounded = ", rounded at random" if precision.stochastic_rounding else ""
         held_out = f", {len(self.parts.validation_data):,} for validation" if self.parts.validation_data else ""
         return {
             "model": f"{self.recipe.model.class_name}, {trained:,} of {everything:,} parameters trained",
             "data": f"{self.recipe.data.kind}, {len(self.parts.training_data):,} records{held_out}",
             "layout": f"{self.ranks.world} ranks on {self.ranks.device.type}: {_layout_name(self.parts.meshes.sizes)}",
-            "precision": f"{precision.compute} compute, {precision.master} weights, {precision.reduce} reduction",
+            "precision": f"{precision.compute} compute{products}, {precision.master} weights{rounded}, "
+            f"{precision.reduce} reduction",
             "directory": str(self.directory.path),
         }
 
@@ -407,11 +410,11 @@ def _layout_name(sizes: Sizes) -> str:
 
 
 def _peak_tflops(recipe: Recipe, ranks: Ranks) -> float | None:
-    """Dense peak of the accelerator in the compute precision, where the catalogue has it."""
+    """Dense peak of the accelerator in the precision of the products, where the catalogue has it."""
     if ranks.device.type != "cuda":
         return None
     accelerator = accelerator_of_device(torch.cuda.get_device_name(ranks.device))
-    return accelerator.peak_tflops(recipe.precision.compute) if accelerator else None
+    return accelerator.peak_tflops(recipe.precision.products) if accelerator else None
 
 
 def _due(done: int, every: int) -> bool:
