@@ -4,11 +4,15 @@ import functools
 import json
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import GemmaConfig, Phi3Config
+from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from commands import run
 from divided_models import (
@@ -33,6 +37,14 @@ from ranks import run_ranks
 from soak import soak
 
 RECIPES = DENOISERS | DECODERS
+FUSED_MODULES = {
+    "llama": ("LlamaRMSNorm", "LlamaMLP"),
+    "qwen3": ("Qwen3MLP",),
+    "qwen3_moe": ("Qwen3MoeExperts",),
+    "mixtral": ("MixtralExperts", "MixtralRMSNorm"),
+    "qwen2_5_vl": ("Qwen2_5_VLMLP", "Qwen2MLP"),
+    "flux": ("AdaLayerNormZero", "AdaLayerNormZeroSingle", "AdaLayerNormContinuous"),
+}
 FUSED_BLOCKS = {
     "flux": "FluxTransformerBlock",
     "sd3": "JointTransformerBlock",
@@ -117,9 +129,51 @@ def test_names_tensors_and_modules_stay(name: str) -> None:
     assert [path for path, _ in repeated_blocks(model)] == blocks
 
 
+PHI3: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+
+
+def _feed_forward(activation: str) -> nn.Module:
+    return diffusers.models.attention.FeedForward(16, activation_fn=activation)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "operator"),
+    [
+        (lambda: _feed_forward("geglu"), "GEGLU", "glu"),
+        (lambda: _feed_forward("swiglu"), "SwiGLU", "glu"),
+        (lambda: Phi3MLP(Phi3Config(**PHI3, pad_token_id=0)), "Phi3MLP", "glu"),
+        (lambda: GemmaMLP(GemmaConfig(hidden_size=16, intermediate_size=24)), "GemmaMLP", "glu"),
+        (lambda: GemmaRMSNorm(16), "GemmaRMSNorm", "rms_norm"),
+    ],
+)
+def test_a_module_alone_computes_what_the_library_does(make: Any, kind: str, operator: str) -> None:
+    torch.manual_seed(0)
+    module = make().double()
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    width = next(p.shape[-1] for p in module.parameters())
+    x = torch.randn(2, 5, width, dtype=torch.float64, requires_grad=True)
+    right = _output_and_gradients(module, x)
+    assert [(each.kind, each.operators) for each in fuse(module).fused] == [(kind, (operator,))]
+    for value, expected in zip(_output_and_gradients(module, x), right, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)  # norms of the library: float32
+
+
+def _output_and_gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    output = module(x)
+    return [output, *torch.autograd.grad(output.sin().sum(), [x, *module.parameters()])]
+
+
+def test_an_activation_that_is_none_of_the_operator_is_left() -> None:
+    config = GemmaConfig(hidden_size=16, intermediate_size=24, hidden_act="relu")
+    (left,) = fuse(GemmaMLP(config)).left
+    assert "ReLU" in left.reason
+
+
 @pytest.mark.parametrize(("name", "kind"), FUSED_BLOCKS.items())
 def test_every_block_is_told_of_as_fused(name: str, kind: str) -> None:
     model, fusion = fusion_of(name)
+    assert {each.kind for each in fusion.fused} >= {*FUSED_MODULES.get(name, ())}
     blocks = {path for path, module in model.named_modules() if type(module).__name__ == kind}
     assert {each.path for each in fusion.fused if each.kind == kind} == blocks != set()
     assert not blocks & {each.path for each in fusion.left}

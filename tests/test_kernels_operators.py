@@ -14,14 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from headway.kernels import rms_norm
+from headway.kernels import glu, glu_packed, rms_norm
+from headway.kernels.glu import glu_forward, glu_packed_forward
 from headway.kernels.rms_norm import rms_norm_forward
 from ranks import run_ranks
 from soak import soak
 
 pytest.importorskip("triton")
 
-from headway.kernels.proof import machine_code, rms_norm_cases
+from headway.kernels.proof import glu_cases, machine_code, rms_norm_cases
 from headway.kernels.proof.machine_code import TARGETS, broken, facts
 
 
@@ -32,9 +33,8 @@ class Operator:
     proof: Any
     public: Callable[[Any, dict[str, Tensor]], list[Tensor]]
     """(case, inputs by name) -> its results, in the order of the proof's RESULTS."""
-    registered: Any
-    arguments: Callable[[Any, Any], tuple[Any, ...]]
-    """(case, inputs) -> what the registered operator is given."""
+    registered: Callable[[Any, Any], tuple[Any, ...]]
+    """(case, inputs) -> the registered operator and what it is given."""
     small: tuple[Any, ...]
     """Cases in float64, of which the first has everything."""
     shapes: Any
@@ -50,14 +50,23 @@ def _rms_norm(case: Any, tensors: dict[str, Tensor]) -> list[Tensor]:
     return list(results if case.added else results[1:])
 
 
+def _glu(case: Any, tensors: dict[str, Tensor]) -> list[Tensor]:
+    if case.packed:
+        return [glu_packed(**tensors, activation=case.activation, gate_first=case.gate_first)]
+    return [glu(**tensors, activation=case.activation)]
+
+
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 Norm = rms_norm_cases.Case
+Glu = glu_cases.Case
 OPERATORS = {
     "rms_norm": Operator(
         rms_norm_cases,
         _rms_norm,
-        rms_norm_forward,
-        lambda case, given: (given.x, given.branch, given.weight, rms_norm_cases.EPSILON, case.offset),
+        lambda case, given: (
+            rms_norm_forward,
+            (given.x, given.branch, given.weight, rms_norm_cases.EPSILON, case.offset),
+        ),
         (Norm(2, 4, 6, torch.float64, offset=1.0, strided=True), Norm(2, 4, 6, torch.float64, added=False)),
         st.builds(
             Norm,
@@ -72,6 +81,33 @@ OPERATORS = {
         ),
         {"weight": Replicate()},
         "8192",
+    ),
+    "glu": Operator(
+        glu_cases,
+        _glu,
+        lambda case, given: (
+            (glu_packed_forward, (given.packed, case.activation, case.gate_first))
+            if case.packed
+            else (glu_forward, (given.gate, given.value, case.activation))
+        ),
+        (
+            Glu(2, 4, 6, torch.float64, "gelu", packed=True, gate_first=False),
+            Glu(2, 4, 6, torch.float64, "silu", strided=True),
+            Glu(2, 4, 6, torch.float64, "gelu_tanh", packed=True),
+        ),
+        st.builds(
+            Glu,
+            samples=st.integers(1, 2),
+            tokens=st.integers(1, 4),
+            width=st.integers(1, 3000),
+            dtype=DTYPES,
+            activation=st.sampled_from(["silu", "gelu", "gelu_tanh"]),
+            packed=st.booleans(),
+            gate_first=st.booleans(),
+            strided=st.booleans(),
+        ),
+        {},
+        "silu",
     ),
 }
 
@@ -166,7 +202,7 @@ def test_torch_finds_the_operator_well_registered(name, case):
     made = operator.proof.inputs(case)
     for tensor in inputs_of(made).values():
         tensor.requires_grad_()
-    torch.library.opcheck(operator.registered, operator.arguments(case, made))
+    torch.library.opcheck(*operator.registered(case, made))
 
 
 @pytest.mark.parametrize(("name", "case"), SMALL, ids=str)

@@ -3,6 +3,7 @@
 from headway.kernels.adaln import adaln
 from headway.kernels.adamw import Average, Rounding, adamw_
 from headway.kernels.catalogue import OPERATORS, Operator
+from headway.kernels.glu import glu, glu_packed
 from headway.kernels.quantise import quantise, quantise_both
 from headway.kernels.quantise_reference import Quantised
 from headway.kernels.rms_norm import rms_norm
@@ -17,6 +18,8 @@ __all__ = [
     "Rounding",
     "adaln",
     "adamw_",
+    "glu",
+    "glu_packed",
     "key_of",
     "place_of",
     "quantise",

@@ -27,6 +27,11 @@ OPERATORS = {
             "headway.kernels.proof.rms_norm_cases",
         ),
         Operator(
+            "glu",
+            "silu(gate)·value or gelu(gate)·value, apart or packed in one tensor",
+            "headway.kernels.proof.glu_cases",
+        ),
+        Operator(
             "adamw",
             "clip, AdamW, stochastic rounding of bfloat16 weights, averages: one pass over many tensors",
             "headway.kernels.proof.adamw_cases",

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from headway.kernels.fusion.diffusion import PATTERNS as DIFFUSION
+from headway.kernels.fusion.feed_forward import PATTERNS as FEED_FORWARD
 from headway.kernels.fusion.language import PATTERNS as LANGUAGE
 from headway.kernels.fusion.pattern import Pattern, calls_known, code_of
 
-PATTERNS = DIFFUSION + LANGUAGE
-OF_INTEREST = ("Norm", "TransformerBlock", "DecoderLayer", "VisionBlock")
+PATTERNS = DIFFUSION + LANGUAGE + FEED_FORWARD
+OF_INTEREST = ("Norm", "TransformerBlock", "DecoderLayer", "VisionBlock", "MLP", "GLU", "Experts")
 """Words in the names of classes that might be fused, and are told of when they are not."""
 
 
@@ -81,9 +82,8 @@ def _pattern_of(module: nn.Module, parent: str) -> tuple[Pattern | None, str | N
     """The pattern of a module in one of class ``parent``, and why it can't be applied."""
     kind: Any = type(module)
     named = any(kind.__name__ in pattern.names for pattern in PATTERNS)
-    code = code_of(kind)
     for pattern in PATTERNS:
-        if code in pattern.known and calls_known(kind, pattern.functions):
+        if code_of(kind, pattern.method) in pattern.known and calls_known(kind, pattern.functions):
             if pattern.not_within is not None and pattern.not_within in parent:
                 return pattern, f"it is within {parent}"
             return pattern, pattern.obstacle(module)

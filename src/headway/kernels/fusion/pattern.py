@@ -35,25 +35,28 @@ class Pattern:
     """Why a module can't be fused although its code is known."""
     covers: tuple[str, ...] = ()
     """Children that ``forward`` computes itself: they are left as they are."""
+    method: str = "forward"
+    """What ``known`` is the code of and ``forward`` stands in for, where a class calls a part of its forward itself."""
     not_within: str | None = None
     """A word in the class of the parent of modules that are left: a norm of single heads has rows too short."""
 
     def apply(self, module: nn.Module) -> None:
         """Change ``module`` in place. Its parameters, children, hooks and names stay."""
         kind: Any = type(module)
-        module.__class__ = _with_forward(kind, self.forward)
+        module.__class__ = _with_method(kind, self.method, self.forward)
 
 
 @functools.cache
-def _with_forward(kind: Any, forward: Callable[..., Any]) -> type:
+def _with_method(kind: Any, name: str, method: Callable[..., Any]) -> type:
     """A subclass named alike. Equal blocks have equal ones, and so share compiled code."""
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {name: method, "__module__": kind.__module__})
 
 
 @functools.cache
-def code_of(kind: Any) -> str:
-    """Digest of the code of a class's forward; empty where its source can't be read."""
-    return function_code(inspect.unwrap(kind.forward))
+def code_of(kind: Any, method: str = "forward") -> str:
+    """Digest of the code of a class's forward or other method; empty where there is none whose source can be read."""
+    function = getattr(kind, method, None)
+    return "" if function is None else function_code(inspect.unwrap(function))
 
 
 @functools.cache
