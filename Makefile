@@ -20,7 +20,7 @@ runs/here.toml: | $(call stamp,demo)
 	$(BIN)/headway calibrate --ranks 2 --effort short --to $@
 
 test: lint $(call stamp,clips) ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 3
 
 lint: $(call stamp,development)
 	$(BIN)/ruff check

@@ -112,6 +112,16 @@ def pipeline_schedules(result: Any) -> Iterator[list[str]]:
         yield [row["schedule"], str(row["stages_per_rank"]), *shares, held]
 
 
+def check_speed(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield ["example", "precision", "whole command (s)", "layouts", "nearest to its bound", "load of the machine before"]
+    for row in result["results"]:
+        statuses = ", ".join(f"{count} {status}" for status, count in row["statuses"].items())
+        nearest = row["largest_of_bound"]
+        told = f"{100 * nearest['share']:.0f} %: {nearest['error'].replace('_', ' ')} of {nearest['layout']}"
+        yield [row["model"], row["precision"], f"{row['seconds']:.0f}", statuses, told, f"{row['load_before']:.1f}"]
+
+
 def explain_speed(result: Any) -> Iterator[list[str]]:
     """Rows, the first of them the heading."""
     yield ["what reads", "seconds", "processor seconds", "peak memory (MiB)"]
@@ -214,6 +224,7 @@ TABLES: dict[str, Table] = {
         bfloat16_on_cpu,
         layouts,
         pipeline_schedules,
+        check_speed,
         explain_speed,
         planner_speed,
         rehearsal_speed,

@@ -43,7 +43,8 @@ def fill(disk: Path, pages_left: int = 0) -> Path:
     return filler
 
 
-@pytest.mark.parametrize("pages_left", [soak(0), 3, soak(5)])
+@pytest.mark.soak
+@pytest.mark.parametrize("pages_left", [0, 3, 5])
 def test_a_disk_that_is_full_from_the_start_is_told_in_one_line(
     tmp_path: Path, small_disk: Path, pages_left: int
 ) -> None:

@@ -88,7 +88,8 @@ def test_a_signal_to_every_process_of_a_job_ends_its_step_and_saves(recipe: Path
     assert list(losses(recipe.parent / "run")) == list(range(done + 2))
 
 
-@pytest.mark.parametrize("number", [soak(signal.SIGTERM), signal.SIGINT])
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_rank_and_its_workers_stopped_by_a_signal_save(recipe: Path, number: signal.Signals) -> None:
     running = start(recipe, "--set", "data.workers=2")
     code, printed = signal_at_step(running, recipe, 3, number, everywhere=True)
@@ -109,6 +110,7 @@ def test_a_signal_that_comes_while_the_ranks_start_is_not_lost(recipe: Path) -> 
     assert events(recipe.parent / "run", "stopped")[0]["step"] == 1
 
 
+@pytest.mark.soak
 def test_a_second_ctrl_c_ends_the_ranks_at_once(recipe: Path) -> None:
     running = start(recipe, "--ranks", "2", "--set", "run.steps=100000")
     began = time.monotonic()
