@@ -69,13 +69,16 @@ def test_products_of_the_model_are_fitted_back():
     efficiency, depth, peak = 0.8, 96.0, 50.0
     shapes = [(m, n, k) for m in (64, 512) for n in (64, 256) for k in (32, 128, 1024)]
     times = [
-        ProductTime("float32", m, n, k, 1e-6 + 2 * m * n * k / (peak * 1e12 * efficiency * k / (k + depth)), 1e-6)
+        ProductTime(precision, m, n, k, call + 2 * m * n * k / (peak * 1e12 * efficiency * k / (k + depth)), call)
+        for precision, call in (("float32", 1e-6), ("bfloat16", 81e-6))
         for m, n, k in shapes
     ]
-    rates, peaks = product_rates(times, {"float32": peak}, "test")
-    assert peaks == {"float32": peak}
-    assert rates["float32"]["efficiency"] == pytest.approx([efficiency] * 3, rel=1e-3)
-    assert rates["float32"]["half_depth"] == pytest.approx(depth, rel=1e-3)
+    rates, peaks = product_rates(times, {"float32": peak, "bfloat16": peak}, "test")
+    assert peaks == {"float32": peak, "bfloat16": peak}
+    for rate in rates.values():
+        assert rate["efficiency"] == pytest.approx([efficiency] * 3, rel=1e-3)
+        assert rate["half_depth"] == pytest.approx(depth, rel=1e-3)
+    assert [rate["call_us"] for rate in rates.values()] == [0.0, pytest.approx(80.0)]
 
 
 def test_attention_of_the_model_is_fitted_back():

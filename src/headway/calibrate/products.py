@@ -65,7 +65,9 @@ def product_rates(
     ``t = flops / (peak · e) + (k0 / (peak · e)) · flops / k`` is linear in ``1 / e`` and ``k0 / e``.
     """
     rates, reached = {}, {}
-    for precision in dict.fromkeys(time.precision for time in times):
+    known = dict.fromkeys(time.precision for time in times)
+    whole_calls = {precision: max(time.call for time in times if time.precision == precision) for precision in known}
+    for precision in known:
         own = [time for time in times if time.precision == precision]
         seconds = [time.seconds for time in own]
         flops = [2.0 * time.m * time.n * time.k for time in own]
@@ -82,6 +84,7 @@ def product_rates(
         rates[precision] = {
             "efficiency": ranged(efficiency, seconds, modelled),
             "half_depth": rounded(per_shallow / per_flop),
+            "call_us": rounded(1e6 * (whole_calls[precision] - min(whole_calls.values()))),
             "source": source,
         }
     return rates, reached

@@ -56,6 +56,8 @@ class MatrixRate(Measured):
     """Inner dimension at which half of that is reached: filling and draining the pipeline takes this many steps."""
     half_rows: NonNegative = 320
     """Rows of a group at which grouped products (experts) reach half of it."""
+    call_us: NonNegative = 0
+    """Microseconds that the host takes for a product beyond any other operator: an emulated one is several."""
     source: str = ""
 
 

@@ -51,7 +51,7 @@ def matrix_product(
     flops = 2 * rows * columns * depth * count
     elements = ELEMENT_BYTES[precision]
     moved = memory_time(cluster, count * (elements * depth * (rows + columns) + output_bytes * rows * columns))
-    return _products(flops, peak, rate, reached).later(moved) + _startup(cluster)
+    return _products(flops, peak, rate, reached).later(moved) + _startup(cluster, rate)
 
 
 def grouped_matrix_product(
@@ -75,7 +75,7 @@ def grouped_matrix_product(
     flops = 2 * rows * columns * depth * count
     elements = ELEMENT_BYTES[precision]
     moved = memory_time(cluster, count * (elements * depth * (rows + columns) + output_bytes * rows * columns))
-    return _products(flops, peak, rate, reached).later(moved) + _startup(cluster)
+    return _products(flops, peak, rate, reached).later(moved) + _startup(cluster, rate)
 
 
 def matrix_rate(cluster: Cluster, precision: str) -> tuple[MatrixRate, float]:
@@ -116,5 +116,5 @@ def _power_factor(cluster: Cluster) -> float:
     return math.sqrt(max(cap - idle, 0.05 * limit) / (limit - idle))
 
 
-def _startup(cluster: Cluster) -> Estimate:
-    return Estimate.exactly(1e3 * cluster.achieved.memory.startup_us)
+def _startup(cluster: Cluster, rate: MatrixRate) -> Estimate:
+    return Estimate.exactly(1e3 * (cluster.achieved.memory.startup_us + rate.call_us))
