@@ -1,6 +1,5 @@
 """From a recipe to a verdict on each of its layouts."""
 
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from headway.check.examination import Differences, Findings, examine, go_on_from
 from headway.check.layouts import Layout, auto_layouts, make_layout
 from headway.check.ranks import Place, RanksFailed, run_on_ranks
 from headway.check.reference import Reference, compute_reference
+from headway.check.rounding import one_device_bound, product_error
 from headway.check.setting import Precision, recipe_of_layout, recipe_of_reference
 from headway.check.shrink import shrunk
 from headway.check.small_models import has_experts
@@ -21,11 +21,14 @@ from headway.models import BuiltModel, build_model
 from headway.recipe import Recipe
 from headway.train import read_tokenizers
 
-BFLOAT16_FACTOR = 2.0
-"""A layout in bfloat16 may be so many times as far from float32 as one device in bfloat16 is."""
+NARROW_FACTOR = 2.0
+"""A layout in a narrow precision may be so many times as far from float32 as one device in that precision is."""
 BFLOAT16_FLOOR = 2.0**-10
-"""But a quarter of a unit in the last place of bfloat16 it may: the errors of a loss may cancel by luck."""
+"""But a quarter of a unit in the last place of bfloat16 it may: the errors of a loss may cancel by luck. In float8,
+where scales depend on what a micro-batch has beside a sample, as much as one product's error."""
 ONE_DEVICE = make_layout()
+WITHOUT_FLOAT8 = Layout("matmul=compute", {"precision": {"matmul": "compute", "float8_all_gather": False}})
+"""One device beside which the recipe's float8 products are seen: what bfloat16 alone is away from float32."""
 OnLayout = Callable[[int, int, Layout, str, float], None]
 """(number, of how many, layout, how it went so far, seconds), after each layout has run."""
 
@@ -90,6 +93,8 @@ def check_recipe(
         if layouts is None:
             language = checked.objective.kind != "flow_matching"
             layouts = auto_layouts(language=language, experts=has_experts(checked.model))
+        if precision == "recipe" and checked.precision.matmul != "compute":
+            layouts = [WITHOUT_FLOAT8, *layouts]
         check = Check(checked, precision, Path(folder), timeout_s)
         results = check.results(layouts, on_layout)
     return CheckResult(
@@ -130,8 +135,9 @@ class Check:
         self.precision = precision
         self.folder = folder
         self.timeout_s = timeout_s
-        # In bfloat16 one device sets the bounds, and has none itself.
-        self.bounds = BOUNDS if precision == "float32" else dict.fromkeys(ERRORS, math.inf)
+        # In a narrow precision one device sets the bounds of the layouts; its own come from the analysis of rounding.
+        own = one_device_bound(recipe, precision)
+        self.bounds = BOUNDS if precision == "float32" else dict.fromkeys(ERRORS, own)
         self.other_checkpoint: Path | None = None
         """Of one device, from which every layout goes on."""
         try:
@@ -159,11 +165,13 @@ class Check:
             on_layout(number, len(layouts), layout, told, outcome.seconds)
         elsewhere = self._go_on_from_each(runs)
         results = []
+        is_bfloat16 = self.precision == "bfloat16" or self.recipe.precision.matmul == "compute"
         for number, run in enumerate(runs):
             result = self.judged(run, elsewhere.get(number, {})) if isinstance(run, LayoutRun) else run
             results.append(result)
-            if number == 0 and self.precision == "bfloat16":
-                self.bounds = {name: max(BFLOAT16_FLOOR, BFLOAT16_FACTOR * result.errors[name]) for name in ERRORS}
+            if number == 0 and self.precision != "float32":
+                floor = BFLOAT16_FLOOR if is_bfloat16 else product_error(self.recipe, self.precision)
+                self.bounds = {name: max(floor, NARROW_FACTOR * result.errors[name]) for name in ERRORS}
         return results
 
     def run(self, layout: Layout, name: str) -> LayoutRun:

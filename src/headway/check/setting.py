@@ -11,7 +11,8 @@ STEPS = 3
 SAVED_AFTER = 2
 """Steps after which a checkpoint is saved; the step after it is taken again by who loads it."""
 EMA_DECAY = 0.5
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "recipe"]
+"""Of forward and backward passes; recipe: its own compute dtype and its own float8 products."""
 
 # AdamW with an eps above every gradient is SGD with momentum: where a gradient is almost zero, the usual eps would
 # blow its rounding up to a whole step. Gradients are always clipped, so that the norm that clips them counts, and with
@@ -44,7 +45,7 @@ def recipe_of_layout(recipe: Recipe, layout: Layout, precision: Precision, direc
         document["optim"]["clip_norm"] = None
     if recipe.optim.kind == "adamw_8bit":  # it quantises by shard: its numbers are another layout's up to 8 bits only
         document["optim"]["kind"] = "adamw"
-    document["precision"] = {"master": "float32", "compute": precision, "reduce": "float32"}
+    document["precision"] = {"master": "float32", "reduce": "float32"} | _passes(recipe, precision)
     document["data"] |= {"workers": 0, "max_bad_records": 10**9}
     document["ema"] = {"decays": [EMA_DECAY], "warmup": False}
     document["checkpoint"] = {"asynchronous": False}
@@ -62,6 +63,13 @@ def recipe_of_layout(recipe: Recipe, layout: Layout, precision: Precision, direc
     for section, values in layout.overrides.items():
         document[section] |= values
     return parse_recipe(document, source=f"layout {layout.name}")
+
+
+def _passes(recipe: Recipe, precision: Precision) -> dict[str, Any]:
+    """What decides the numbers of forward and backward passes."""
+    if precision != "recipe":
+        return {"compute": precision}
+    return recipe.precision.model_dump(include={"compute", "matmul", "keep_high", "float8_all_gather"})
 
 
 def recipe_of_reference(recipe: Recipe, directory: Path) -> Recipe:

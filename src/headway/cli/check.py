@@ -29,7 +29,8 @@ def check(
         str, typer.Option(help='auto, or a list such as "tp=2,dp_shard=2;pp=2,pp_schedule=zbv".')
     ] = "auto",
     precision: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of forward and backward passes.")
+        Literal["float32", "bfloat16", "recipe"],
+        typer.Option(help="Of forward and backward passes; recipe: its own, with its float8 products."),
     ] = "float32",
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For each layout.")] = 300.0,
     overrides: Overrides = None,
@@ -41,8 +42,8 @@ def check(
 
     For each layout it compares with a plain PyTorch loop in one process: loss, every parameter's gradient, the gradient
     norm, weights after one and three steps, averages, and the step after a checkpoint that was saved in another layout.
-    Parameters are perturbed first, as norms at 1 and gates at 0 hide faults. In bfloat16 a layout may be twice as far
-    from float32 as one device is.
+    Parameters are perturbed first, as norms at 1 and gates at 0 hide faults. In bfloat16 and in float8 a layout may be
+    twice as far from float32 as one device is, and one device as far as the analysis of rounding allows.
 
     Exits with 1 when a layout is wrong or fails, with 2 when one that was asked for by name is refused.
     """
