@@ -42,6 +42,19 @@ def test_launches_without_kernels(tmp_path, lost, verdict):
     assert ("missing-kernels" in messages) == (lost > 0)
 
 
+@pytest.mark.parametrize(("queued", "expected"), [(30, "note"), (1_100, None)])
+def test_launches_whose_kernels_come_after_the_recording_are_not_missing(tmp_path, queued, expected):
+    """As many as a queue holds; of more the kernels are lost."""
+    trace = healthy()
+    for _ in range(queued):
+        trace.launch(GEMM, 50)
+        trace.events.pop()
+    verdict, told = health(trace, tmp_path)
+    assert told.get("launches-in-flight") == expected
+    assert ("missing-kernels" in told) == (expected is None)
+    assert (verdict == "sound") == (expected == "note")
+
+
 def test_all_kernels_missing_is_not_a_trace_of_the_cpu(tmp_path):
     trace = healthy()
     trace.events = [event for event in trace.events if event["cat"] != "kernel"]

@@ -84,3 +84,35 @@ def test_without_device_events_the_page_tells_why(tmp_path):
     data = page_data(report)
     assert data["lanes"] == []
     assert data["health"]["verdict"] == "inconclusive"
+
+
+def test_memory_is_drawn_with_its_highest_value_in_each_short_while(tmp_path):
+    made = GeneratedTrace()
+    with made.step(0):
+        for _ in range(50):
+            made.launch(GEMM, 100)
+    begin = made.streams[7] - 5_000
+    totals = [number * 7 % 1_000_003 for number in range(20_000)]
+    for number, total in enumerate(totals):
+        args = {"Total Allocated": total, "Device Type": 1, "Device Id": 0}
+        made.events.append(
+            {"ph": "i", "name": "[memory]", "pid": 1, "tid": 1, "ts": begin + number * 0.25, "args": args}
+        )
+    finish(made)
+    (rank,) = page_data(explain([made.write(tmp_path / "trace.json")]))["lanes"]
+    memory = rank["memory"]
+    assert 500 < len(memory["at"]) <= 1_001
+    assert max(memory["bytes"]) == max(totals)
+    assert memory["at"] == sorted(memory["at"])
+    assert not memory["on_host"]
+
+
+def test_a_trace_without_memory_has_no_curve(tmp_path):
+    (rank,) = page_data(explain([trace(tmp_path / "trace.json")]))["lanes"]
+    assert rank["memory"] is None
+
+
+def test_the_devices_of_an_nsight_export_have_lanes():
+    data = page_data(explain([ROOT.parent / "shared" / "traces" / "nsys" / "h100_2gpu_1s.sqlite"]))
+    assert [rank["rank"] for rank in data["lanes"]] == [rank["rank"] for rank in data["ranks"]]
+    assert all(any("stream" in lane["name"] for lane in rank["lanes"]) for rank in data["lanes"])

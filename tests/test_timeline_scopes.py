@@ -110,6 +110,7 @@ def on_cpu(events: list[tuple[str, str, int, float, float]], folder: Path, **tol
 
 EVENTS = [
     ("user_annotation", "ProfilerStep#3", 1, 0, 1000),
+    ("user_annotation", "FSDP::pre_forward (blocks.0)", 1, 60, 20),
     ("cpu_op", "aten::linear", 1, 100, 100),
     ("cpu_op", "aten::addmm", 1, 110, 80),
     ("cpu_op", NODE + "AddmmBackward0", 1, 250, 100),

@@ -11,7 +11,7 @@ from headway.explain.finding import HealthMessage, Severity
 from headway.explain.host import LAUNCHES_KERNEL, named
 from headway.explain.rank_trace import RankTrace
 from headway.explain.rank_view import RankView
-from headway.timeline import DEVICE_KINDS, UNKNOWN, Kind, Timeline, run_facts
+from headway.timeline import DEVICE_KINDS, UNKNOWN, Kind, Timeline, launches_of, run_facts
 from headway.timeline.intervals import Mask
 
 COVERED_SOME, COVERED_ENOUGH = 0.95, 0.995
@@ -25,6 +25,8 @@ FEW = 0.01
 LARGE_OVERHEAD = 0.01
 SLOWED = 0.1
 """Profiled steps that are longer by more than this share are not the training's."""
+LONGEST_QUEUE = 1024
+"""Launches that a stream takes before its kernels run; the next one waits."""
 LONE_EVENTS = 10
 """A pause that is this many times as long as all else comes of a wrong time, not of training."""
 
@@ -60,6 +62,10 @@ def repaired(trace: RankTrace) -> Repaired:
         messages.append(_message("impossible-times", Severity.FAILED, text, trace))
     if (lost | impossible).any():
         timeline = timeline.select(~(lost | impossible))
+    timeline, in_flight = _without_launches_in_flight(timeline)
+    if in_flight:
+        text = f"the kernels of the last {in_flight} launches come after the recording's end: those are left out"
+        messages.append(_message("launches-in-flight", Severity.NOTE, text, trace))
     cut, count, longest = _cut_overruns(timeline)
     if count:
         text = (
@@ -68,6 +74,21 @@ def repaired(trace: RankTrace) -> Repaired:
         )
         messages.append(_message("overrunning-kernels", Severity.WARNING, text, trace))
     return Repaired(replace(trace, timeline=cut), tuple(messages))
+
+
+def _without_launches_in_flight(timeline: Timeline) -> tuple[Timeline, int]:
+    """The Timeline without its last launches, whose kernels are not recorded any more, and how many those are.
+
+    No more than a queue of launches holds: of more the kernels are missing.
+    """
+    launches = named(timeline, LAUNCHES_KERNEL, Kind.RUNTIME)
+    launched = launches_of(timeline)[timeline.kinds(*DEVICE_KINDS)]
+    seen = launched[launched >= 0]
+    if not len(seen):
+        return timeline, 0
+    in_flight = launches & (timeline.start_ns > timeline.start_ns[seen].max())
+    count = int(in_flight.sum())
+    return (timeline.select(~in_flight), count) if 0 < count <= LONGEST_QUEUE else (timeline, 0)
 
 
 def _cut_overruns(timeline: Timeline) -> tuple[Timeline, int, int]:

@@ -52,6 +52,7 @@ def read_rank(path: Path, rank_of_name: int = UNKNOWN) -> list[RankTrace]:
             malformed=trace.left_out["malformed"],
             truncated=trace.truncated,
             mended=trace.mended,
+            memory=trace.memory,
             rank_is_known=rank != UNKNOWN or rank_of_name != UNKNOWN,
         )
         for rank in ranks

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.explain.drawn_lanes import COLOURS, drawn_lanes
+from headway.explain.drawn_memory import drawn_memory
 from headway.explain.health import repaired
 from headway.explain.rank_view import RankView
 from headway.explain.report import Report
@@ -61,6 +62,7 @@ def _lanes(report: Report) -> list[dict[str, Any]]:
             "rank": view.trace.rank,
             "length_ns": end - origin,
             "lanes": drawn_lanes(view, origin + offset, SPANS // len(views)),
+            "memory": drawn_memory(view.trace.memory, origin + offset, end - origin),
         }
         for view, offset in views
     ]

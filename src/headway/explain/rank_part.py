@@ -11,6 +11,7 @@ from headway.explain.budget import budget_json
 from headway.explain.collectives import RankCollectives, collectives_of
 from headway.explain.finding import Finding, HealthMessage, Severity
 from headway.explain.health import device_health, file_health, repaired, world_size
+from headway.explain.kernels import Products, device_name, kernel_times, product_times
 from headway.explain.pathologies.compute import find_compute
 from headway.explain.pathologies.data import find_data
 from headway.explain.pathologies.launch import find_launch
@@ -21,7 +22,7 @@ from headway.explain.pathologies.synchronisation import find_synchronisation
 from headway.explain.rank_trace import RankTrace
 from headway.explain.rank_view import RankView
 from headway.explain.replay import Graph
-from headway.timeline import DEVICE_KINDS, Kind
+from headway.timeline import DEVICE_KINDS
 
 PATHOLOGIES: tuple[Callable[[RankView], Iterator[Finding]], ...] = (
     find_data,
@@ -32,7 +33,6 @@ PATHOLOGIES: tuple[Callable[[RankView], Iterator[Finding]], ...] = (
     find_memory,
     find_profiler,
 )
-MOST_KERNEL_NAMES = 64
 UNCLASSIFIED = 0.01
 """Share of busy time in kernels of unknown names from which the budget has a caveat."""
 
@@ -58,6 +58,9 @@ class RankPart:
     step_count: int = 1
     kernel_ns: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Number and total duration of the kernels that compute longest, by name."""
+    products: Mapping[str, Products] = field(default_factory=dict)
+    """Of kernels whose shapes are known, by name."""
+    device_name: str = ""
 
     @property
     def is_conclusive(self) -> bool:
@@ -93,7 +96,9 @@ def rank_part(trace: RankTrace) -> RankPart:
         graph=view.graph if conclusive else None,
         window_us=view.window_us,
         step_count=view.step_count,
-        kernel_ns=_kernel_times(view),
+        kernel_ns=kernel_times(view),
+        products=product_times(view),
+        device_name=device_name(trace.facts),
     )
 
 
@@ -114,13 +119,3 @@ def _follows_compute(view: RankView, starts: NDArray[np.int64], within_ns: int =
     last = np.searchsorted(view.compute.ends, starts, side="right") - 1
     follows: NDArray[np.bool_] = (last >= 0) & (starts - view.compute.ends[last] <= within_ns)
     return follows & ~view.compute.contains(starts)
-
-
-def _kernel_times(view: RankView) -> dict[str, tuple[int, int]]:
-    timeline = view.timeline
-    computes = np.flatnonzero(timeline.kinds(Kind.COMPUTE))
-    names, where, counts = np.unique(timeline.name[computes], return_inverse=True, return_counts=True)
-    spent = np.zeros(len(names), dtype=np.int64)
-    np.add.at(spent, where, timeline.duration_ns[computes])
-    most = np.argsort(-spent, kind="stable")[:MOST_KERNEL_NAMES].tolist()
-    return {timeline.strings[int(names[at])]: (int(counts[at]), int(spent[at])) for at in most}

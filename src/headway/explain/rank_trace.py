@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.timeline import Timeline
+from headway.timeline import Memory, Timeline
 
 
 @dataclass(frozen=True)
@@ -28,5 +28,7 @@ class RankTrace:
     """The file ends in the middle."""
     mended: bool = False
     """Some of its text was no valid JSON and was read nonetheless."""
+    memory: Memory = field(default_factory=Memory.nothing)
+    """What was allocated when, where the profiler watched."""
     rank_is_known: bool = True
     """The file itself names the rank."""

@@ -7,13 +7,12 @@ from typing import Any
 
 from headway.explain.collectives import Aligned, align, clock_offsets_ns
 from headway.explain.finding import Evidence, Explained, Finding, HealthMessage, Recoverable, Severity
+from headway.explain.kernels import kernels_json
 from headway.explain.pathologies.communication import find_communication
 from headway.explain.pathologies.stragglers import FIRST, find_stragglers, lateness_ns
 from headway.explain.rank_part import RankPart, rank_part
 from headway.explain.rank_trace import RankTrace
 
-MOST_KERNELS = 25
-"""Listed in a report."""
 MOST_EVIDENCE = 16
 """Of one finding."""
 
@@ -41,26 +40,10 @@ def explain_parts(parts: Sequence[RankPart]) -> Explained:
         ranks=tuple(dict(part.budget) for part in parts if part.budget is not None),
         findings=tuple(by_gain(findings)),
         details={
-            "kernels": _kernels(parts),
+            "kernels": kernels_json(parts),
             **({"collectives": _collectives(aligned)} if aligned else {}),
         },
     )
-
-
-def _kernels(parts: Sequence[RankPart]) -> list[dict[str, Any]]:
-    """The kernels that compute longest, over all ranks: their number, time and share of all that is listed."""
-    counts: dict[str, list[int]] = {}
-    for part in parts:
-        for name, (count, spent) in part.kernel_ns.items():
-            known = counts.setdefault(name, [0, 0])
-            known[0] += count
-            known[1] += spent
-    total = sum(spent for _, spent in counts.values())
-    most = sorted(counts.items(), key=lambda one: -one[1][1])[:MOST_KERNELS]
-    return [
-        {"name": name, "count": count, "total_us": spent / 1000, "share": spent / total if total else 0.0}
-        for name, (count, spent) in most
-    ]
 
 
 def _world_sizes(parts: Sequence[RankPart]) -> list[int]:

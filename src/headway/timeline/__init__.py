@@ -8,6 +8,7 @@ from headway.timeline.intervals import Intervals
 from headway.timeline.kinds import DEVICE_KINDS, Kind
 from headway.timeline.kineto import RUN_FACT, run_facts
 from headway.timeline.links import launches_of, steps_of
+from headway.timeline.memory import Memory
 from headway.timeline.scopes import DATA_RANGE, MODULE_RANGE, PASSES_RANGE
 from headway.timeline.timeline import UNKNOWN, Timeline, concatenate
 
@@ -23,6 +24,7 @@ __all__ = [
     "Difference",
     "Intervals",
     "Kind",
+    "Memory",
     "Timeline",
     "Trace",
     "attributed_ns",

@@ -1,7 +1,7 @@
 """Reading Chrome JSON into a Timeline: traces of the PyTorch profiler, and headway's own."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,14 @@ import numpy as np
 
 from headway.timeline import kineto
 from headway.timeline.kinds import Kind
+from headway.timeline.memory import Memory, memory_of
 from headway.timeline.timeline import INTEGER_COLUMNS, Timeline
 from headway.timeline.trace_events import Arguments, EventColumns, lanes_of_events, read_events
 
 OWN_FACT = "headwayTimeline"
 """The member of a trace file that says it was written by :func:`headway.timeline.write_chrome_trace`."""
 OWN_ARGUMENTS = Arguments(
-    strings=("module", "phase", "axis", "collective", "group"),
+    strings=("module", "phase", "axis", "collective", "group", "dtype"),
     integers=tuple(name for name in INTEGER_COLUMNS if name != "rank"),
 )
 
@@ -33,6 +34,8 @@ class Trace:
     """The file ends in the middle: what came before is here."""
     mended: bool
     """Some of the text was no valid JSON, as some profilers write it, and was read nonetheless."""
+    memory: Memory = field(default_factory=Memory.nothing)
+    """What was allocated when, where the profiler watched."""
 
 
 def read_chrome_trace(path: Path) -> Trace:
@@ -42,7 +45,8 @@ def read_chrome_trace(path: Path) -> Trace:
     """
     events = read_events(path, lambda facts: OWN_ARGUMENTS if OWN_FACT in facts else kineto.ARGUMENTS)
     timeline = _own_timeline(events) if OWN_FACT in events.facts else kineto.kineto_timeline(events)
-    return Trace(timeline, events.facts, events.left_out, events.truncated, events.mended)
+    memory = memory_of(events)
+    return Trace(timeline, events.facts, events.left_out, events.truncated, events.mended, memory)
 
 
 def _own_timeline(events: EventColumns) -> Timeline:

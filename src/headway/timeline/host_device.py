@@ -22,7 +22,8 @@ RUNS, HANDS_OVER, WAITS = "host runs an operator", "host hands over a collective
 RESUMES_NS = 1_000_000
 """A host that goes on within so long after the end of a collective was waiting for it."""
 
-_COMPUTES = re.compile(r"(?!autograd::|torch::|c10d|_c10d|profiler::)\w+::|## Call CompiledFxGraph ")
+_COMPUTES = re.compile(r"(?!autograd::|torch::|c10d|_c10d|profiler::)\w+::")
+_COMPILED = re.compile(r"## Call CompiledFxGraph ")
 _COLLECTIVE = re.compile(r"_?c10d(_functional)?::")
 _WAIT = re.compile(r"_c10d_functional::wait_tensor|c10d::barrier")
 _GLOO, _ON_OWN_THREAD = re.compile(r"gloo:"), re.compile(r"gloo:(?!send|recv)")
@@ -39,8 +40,9 @@ def with_host_as_device(timeline: Timeline, axes: dict[str, str]) -> Timeline:
     notes = timeline.kinds(Kind.ANNOTATION)
     sent = np.flatnonzero(notes & _named(timeline, _GLOO))
     beside = np.isin(timeline.lane, np.unique(timeline.lane[notes & _named(timeline, _ON_OWN_THREAD)]))
-    host = timeline.kinds(Kind.OPERATOR, Kind.ANNOTATION) & ~beside
-    computes = _outermost(timeline, np.flatnonzero(host & _named(timeline, _COMPUTES) & ~_while_loading(timeline)))
+    host = timeline.kinds(Kind.OPERATOR) & ~beside
+    computing = (host & _named(timeline, _COMPUTES)) | (notes & ~beside & _named(timeline, _COMPILED))
+    computes = _outermost(timeline, np.flatnonzero(computing & ~_while_loading(timeline)))
     handed = _outermost(timeline, np.flatnonzero(host & _named(timeline, _COLLECTIVE)))
     waits = np.flatnonzero(host & _named(timeline, _WAIT))
     handed = handed[~np.isin(handed, waits)]
@@ -57,7 +59,7 @@ def with_host_as_device(timeline: Timeline, axes: dict[str, str]) -> Timeline:
     return concatenate(
         [
             timeline.select(rest),
-            _copied(timeline, computes, Kind.COMPUTE, correlation=numbers),
+            _copied(timeline, computes, Kind.COMPUTE, correlation=numbers, **_products_within(timeline, computes)),
             _copied(timeline, computes, Kind.RUNTIME, name=RUNS, correlation=numbers),
             _collectives(timeline, sent, call, axis, group, links),
             _copied(timeline, call, Kind.RUNTIME, name=HANDS_OVER, correlation=links),
@@ -115,6 +117,21 @@ def _copied(timeline: Timeline, spans: Integers, kind: Kind, name: str | None = 
     if name is not None:
         columns["name"] = texts[name]
     return Timeline.of_columns(columns, strings, length=len(chosen))
+
+
+def _products_within(timeline: Timeline, computes: Integers) -> dict[str, Any]:
+    """FLOPs, bytes and dtype of the products within each of ``computes``, which are disjoint and in order."""
+    flops, moved = (np.full(len(computes), -1, dtype=np.int64) for _ in range(2))
+    dtype = np.zeros(len(computes), dtype=np.int32)
+    products = np.flatnonzero(timeline.kinds(Kind.OPERATOR) & (timeline.flops > 0))
+    at = np.searchsorted(timeline.start_ns[computes], timeline.start_ns[products], side="right") - 1
+    inside = (at >= 0) & (timeline.end_ns[products] <= timeline.end_ns[computes][at])
+    at, products = at[inside], products[inside]
+    flops[at], moved[at] = 0, 0
+    np.add.at(flops, at, timeline.flops[products])
+    np.add.at(moved, at, timeline.bytes[products])
+    dtype[at] = timeline.dtype[products]
+    return {"flops": flops, "bytes": moved, "dtype": dtype}
 
 
 def _collectives(

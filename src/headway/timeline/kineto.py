@@ -11,6 +11,8 @@ from headway.timeline.collectives import BYTES_OF_DTYPE, collective_named, is_co
 from headway.timeline.host_device import with_host_as_device
 from headway.timeline.kinds import DEVICE_KINDS, Kind
 from headway.timeline.links import launches_of, steps_of
+from headway.timeline.memory import MEMORY_INSTANT, MEMORY_INTEGERS
+from headway.timeline.products import products_of, torch_dtype
 from headway.timeline.scopes import scopes_of
 from headway.timeline.timeline import UNKNOWN, Timeline
 from headway.timeline.trace_events import Arguments, EventColumns, lanes_of_events
@@ -27,6 +29,9 @@ ARGUMENTS = Arguments(
         "Sequence number",
         "Fwd thread id",
     ),
+    texts=("Input Dims", "Input type"),
+    instant=MEMORY_INSTANT,
+    instant_integers=MEMORY_INTEGERS,
 )
 
 KIND_OF_CATEGORY = {
@@ -76,6 +81,7 @@ def kineto_timeline(events: EventColumns) -> Timeline:
     talks = kind == Kind.COMMUNICATION
     collective = _collectives(columns, talks, strings)
     moved = columns["In msg nelems"] * _element_bytes(columns["dtype"], strings)
+    flops, factors, dtype = products_of(columns, kind, strings)
     timeline = Timeline.of_columns(
         {
             "kind": kind,
@@ -87,7 +93,9 @@ def kineto_timeline(events: EventColumns) -> Timeline:
             "group": columns["Process Group Name"],
             "axis": _axes(columns["Process Group Name"], strings, events.facts),
             "rank": _rank(events.facts),
-            "bytes": np.where(moved > 0, moved, columns["bytes"]),
+            "bytes": np.where(moved > 0, moved, np.where(flops > 0, factors, columns["bytes"])),
+            "flops": flops,
+            "dtype": np.where(dtype > 0, dtype, _named_by_torch(columns["dtype"], strings)),
             "correlation": columns["correlation"],
             "operator": columns["External id"],
             "sequence": columns["Seq"],
@@ -182,6 +190,14 @@ def _axes_described(facts: dict[str, Any]) -> dict[str, str]:
 def _axes_told(run: dict[str, Any]) -> dict[str, str]:
     axes = run.get("axes")
     return {k: v for k, v in axes.items() if isinstance(v, str)} if isinstance(axes, dict) else {}
+
+
+def _named_by_torch(dtype: NDArray[np.int32], strings: dict[str, int]) -> NDArray[np.int32]:
+    """Places of torch's names of dtypes in place of c10's."""
+    places = np.zeros(len(strings), dtype=np.int32)
+    for place in np.unique(dtype).tolist():
+        places[place] = strings.setdefault(torch_dtype(list(strings)[place]), len(strings))
+    return places[dtype]
 
 
 def _element_bytes(dtype: NDArray[np.int32], strings: dict[str, int]) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from headway.timeline.kinds import Kind
 UNKNOWN = -1
 """Stands in an integer column for what is not known."""
 
-STRING_COLUMNS = ("lane", "name", "module", "phase", "axis", "collective", "group")
+STRING_COLUMNS = ("lane", "name", "module", "phase", "axis", "collective", "group", "dtype")
 INTEGER_COLUMNS: Mapping[str, Any] = {
     "rank": np.int32,
     "step": np.int32,
@@ -54,10 +54,12 @@ class Timeline:
     """Which collective: ``all_reduce``, ``all_gather``, …, as its source spells it."""
     group: Strings
     """Name of the collective's process group."""
+    dtype: Strings
+    """Of what is computed with or sent, as torch calls it: ``bfloat16``, ``float8_e4m3fn``, …"""
     rank: NDArray[np.int32]
     step: NDArray[np.int32]
     bytes: Integers
-    """Moved by a copy, or contributed by this rank to a collective."""
+    """Moved by a copy, contributed by this rank to a collective, or read and written once by a product."""
     flops: Integers
     correlation: Integers
     """The same for a launch and the kernel it launched."""

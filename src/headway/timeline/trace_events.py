@@ -28,6 +28,7 @@ TEXT_CODES = np.int64(-(1 << 40))
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _PLACE_IN_MESSAGE = re.compile(r" \(byte (\d+)\)")
 _OPENS_MEMBERS = b'{"": ['
+_NOTHING = msgspec.Raw(b"")
 _TRUNCATED, _TRAILING = "Input data was truncated", "trailing characters"
 
 
@@ -37,6 +38,11 @@ class Arguments:
 
     strings: Sequence[str]
     integers: Sequence[str]
+    texts: Sequence[str] = ()
+    """Members of any type, kept as the JSON that they are written in."""
+    instant: str = ""
+    """The name of instant events that are kept too, with ``instant_integers`` of their members; "": of none."""
+    instant_integers: Sequence[str] = ()
 
 
 @dataclass
@@ -44,12 +50,14 @@ class EventColumns:
     """The complete events of a trace file as columns of shape ``[events]``, in the file's order."""
 
     columns: dict[str, NDArray[Any]]
-    """name, cat and the string arguments hold places in ``strings`` (int32; 0 where an event has none); ts and dur are
-    ns; pid, tid and the integer arguments are int64 (-1 where an event has none)."""
+    """name, cat, the string arguments and the texts hold places in ``strings`` (int32; 0 where an event has none); ts
+    and dur are ns; pid, tid and the integer arguments are int64 (-1 where an event has none)."""
     strings: dict[str, int] = field(default_factory=lambda: _Strings({"": 0}))
     """Place of each string, in the order of the places."""
     names: dict[tuple[str, int | str, int | str], str] = field(default_factory=dict)
     """What metadata events say: (``thread_name``, pid, tid) and the like, to the name."""
+    instants: list[tuple[int, ...]] = field(default_factory=list)
+    """Of the instant events that are kept: ns, and their integers; -1 for what one has not."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the file says beside its events: ``distributedInfo``, ``deviceProperties``, …"""
     left_out: Counter[str] = field(default_factory=Counter)
@@ -201,7 +209,7 @@ class _EventDecoder:
         self._one = msgspec.json.Decoder(event, float_hook=str)  # the text of a time, not its nearest float
         self._many = msgspec.json.Decoder(list[event], float_hook=str)
         self._parts: dict[str, list[NDArray[Any]]] = {}
-        for key in ("name", "cat", *arguments.strings):
+        for key in ("name", "cat", *arguments.strings, *arguments.texts):
             self._parts[key] = [np.zeros(0, np.int32)]
         for key in ("ts", "dur", "pid", "tid", *arguments.integers):
             self._parts[key] = [np.zeros(0, np.int64)]
@@ -231,7 +239,14 @@ class _EventDecoder:
                 self.found.left_out["malformed"] += 1
 
     def _note(self, events: Iterable[Any]) -> None:
-        """Count events that are not complete ones, and keep the names that metadata events give."""
+        """Count events that are not complete ones, and keep instants and the names that metadata events give."""
+        instants = [event for event in events if event.ph == "i" and event.name == self.arguments.instant]
+        times, timed = thousandths([event.ts for event in instants])
+        for event, at, is_timed in zip(instants, times.tolist(), timed.tolist(), strict=True):
+            if is_timed and event.args is not None:
+                count = len(self.arguments.instant_integers)
+                values = _integers([getattr(event.args, f"instant{i}") for i in range(count)])
+                self.found.instants.append((at, *values.tolist()))
         for event in events:
             if event.ph != "M":
                 self.found.left_out[event.ph or "malformed"] += 1
@@ -253,6 +268,8 @@ class _EventDecoder:
         }
         for i, key in enumerate(self.arguments.strings):
             columns[key] = self._strings(list(map(attrgetter(f"string{i}"), args)))
+        for i, key in enumerate(self.arguments.texts):
+            columns[key] = self._strings(_written(list(map(attrgetter(f"text{i}"), args))))
         for i, key in enumerate(self.arguments.integers):
             columns[key] = _integers(list(map(attrgetter(f"integer{i}"), args)))
         if not sound.all():
@@ -290,8 +307,22 @@ def _args_type(arguments: Arguments) -> Any:
     members += [
         (f"integer{i}", Any, msgspec.field(name=key, default=UNKNOWN)) for i, key in enumerate(arguments.integers)
     ]
+    members += [
+        (f"text{i}", msgspec.Raw, msgspec.field(name=key, default=_NOTHING)) for i, key in enumerate(arguments.texts)
+    ]
+    members += [
+        (f"instant{i}", Any, msgspec.field(name=key, default=UNKNOWN))
+        for i, key in enumerate(arguments.instant_integers)
+    ]
     members += [("name", Any, msgspec.field(default="")), ("labels", Any, msgspec.field(default=""))]
     return msgspec.defstruct("Args", members, frozen=True, gc=False)
+
+
+def _written(values: list[msgspec.Raw]) -> list[str]:
+    """The JSON of raw members; "" where there is none."""
+    if values.count(_NOTHING) == len(values):
+        return [""] * len(values)
+    return [bytes(value).decode("utf-8", errors="replace") for value in values]
 
 
 def _integers(values: list[Any]) -> NDArray[np.int64]:
