@@ -74,7 +74,8 @@ def kineto_timeline(events: EventColumns) -> Timeline:
     """
     columns, strings = events.columns, events.strings
     old_spelling = columns.pop("external id")
-    columns["External id"] = np.where(columns["External id"] == UNKNOWN, old_spelling, columns["External id"])
+    if old_spelling.strides != (0,):
+        columns["External id"] = np.where(columns["External id"] == UNKNOWN, old_spelling, columns["External id"])
     kind = _kinds(columns["cat"], strings)
     _describe_kernels(columns, kind, strings)
     kind[_communicates(columns, kind, strings)] = Kind.COMMUNICATION
@@ -133,6 +134,7 @@ def _describe_kernels(columns: dict[str, NDArray[Any]], kind: NDArray[np.int8], 
     nearest = record[np.minimum(np.searchsorted(operator[record], operator[kernel]), len(record) - 1)]
     linked = operator[nearest] == operator[kernel]
     for key in _DESCRIPTION:
+        columns[key] = columns[key] if columns[key].flags.writeable else columns[key].copy()
         columns[key][kernel[linked]] = columns[key][nearest[linked]]
     # Operators of old traces carry no arguments: the link alone says that the kernel communicates.
     nameless = linked & (columns["Collective name"][nearest] == 0)

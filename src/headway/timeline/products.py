@@ -66,19 +66,22 @@ def products_of(
 
     -1, -1 and 0 where they are not known.
     """
-    flops, moved = (np.full(len(kind), UNKNOWN, dtype=np.int64) for _ in range(2))
-    dtype = np.zeros(len(kind), dtype=np.int32)
     texts = list(strings)
     named = np.array([text in _PRODUCTS for text in texts], dtype=bool)
     products = np.flatnonzero((kind == Kind.OPERATOR) & named[columns["name"]] & (columns["Input Dims"] > 0))
+    if not len(products):
+        nothing = np.broadcast_to(np.int64(UNKNOWN), len(kind))
+        return nothing, nothing, np.broadcast_to(np.int32(0), len(kind))
+    flops, moved = (np.full(len(kind), UNKNOWN, dtype=np.int64) for _ in range(2))
+    dtype = np.zeros(len(kind), dtype=np.int32)
     keys = np.stack([columns[key][products] for key in ("name", "Input Dims", "Input type")])
     distinct, which = np.unique(keys, axis=1, return_inverse=True)
-    for number, places in enumerate(distinct.T.tolist()):
-        product = product_of(*(texts[place] for place in places))
-        if product is not None:
-            here = products[which.ravel() == number]
-            flops[here], moved[here] = product.flops, product.bytes
-            dtype[here] = strings.setdefault(product.dtype, len(strings))
+    found = [product_of(*(texts[place] for place in places)) for places in distinct.T.tolist()]
+    which = which.ravel()
+    flops[products] = np.array([UNKNOWN if one is None else one.flops for one in found])[which]
+    moved[products] = np.array([UNKNOWN if one is None else one.bytes for one in found])[which]
+    places = [0 if one is None else strings.setdefault(one.dtype, len(strings)) for one in found]
+    dtype[products] = np.array(places, dtype=np.int32)[which]
     operator, known = columns["External id"], products[flops[products] > 0]
     known = known[operator[known] != UNKNOWN]
     known = known[np.argsort(operator[known], kind="stable")]

@@ -295,8 +295,8 @@ class _EventDecoder:
         return np.where(codes == TEXT_CODES, _integers(values), codes)
 
     def columns(self) -> dict[str, NDArray[Any]]:
-        """All columns; to be called once."""
-        return {key: np.concatenate(self._parts.pop(key)) for key in list(self._parts)}
+        """All columns; to be called once. One that holds nothing takes no memory, and can't be written to."""
+        return {key: _one_column(self._parts.pop(key)) for key in list(self._parts)}
 
 
 def _args_type(arguments: Arguments) -> Any:
@@ -318,6 +318,13 @@ def _args_type(arguments: Arguments) -> Any:
     return msgspec.defstruct("Args", members, frozen=True, gc=False)
 
 
+def _one_column(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    """``parts`` one after the other; those without memory of their own hold UNKNOWN throughout."""
+    if all(part.strides == (0,) or not len(part) for part in parts):
+        return np.broadcast_to(np.int64(UNKNOWN), sum(map(len, parts)))
+    return np.concatenate(parts)
+
+
 def _written(values: list[msgspec.Raw]) -> list[str]:
     """The JSON of raw members; "" where there is none."""
     if values.count(_NOTHING) == len(values):
@@ -328,7 +335,7 @@ def _written(values: list[msgspec.Raw]) -> list[str]:
 def _integers(values: list[Any]) -> NDArray[np.int64]:
     """Integers; -1 for what is none or does not fit."""
     if values.count(UNKNOWN) == len(values):
-        return np.full(len(values), UNKNOWN)
+        return np.broadcast_to(np.int64(UNKNOWN), len(values))
     try:
         return np.fromiter(values, np.int64, len(values))
     except (TypeError, ValueError, OverflowError):
