@@ -5,6 +5,8 @@ import os
 import pickle
 import random
 import struct
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -135,6 +137,26 @@ def test_mutated_pickles_give_data_or_one_line(mutations):
             told.append(str(error))
     assert told
     assert not [line for line in told if "\n" in line]
+
+
+MANY = 1_000_000
+
+
+@pytest.mark.parametrize("nest", [b"K\x01" + b"\x85" * MANY, b"(" * MANY + b"t" * MANY], ids=["TUPLE1", "TUPLE"])
+def test_a_million_tuples_in_each_other_do_not_end_the_interpreter(nest):
+    """As the key of a dict, which is hashed; in a process of its own, as it would end with that."""
+    code = (
+        "import sys; from headway.explain.restricted_pickle import loads_plain\n"
+        "print(type(loads_plain(sys.stdin.buffer.read(), 'nest')).__name__)"
+    )
+    pickled = b"\x80\x04}" + nest + b"K\x01s."
+    done = subprocess.run([sys.executable, "-c", code], input=pickled, capture_output=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"dict\n", b"")
+
+
+def test_more_of_them_than_a_stack_holds_are_refused():
+    with pytest.raises(UserError, match="may nest 5,000,000 tuples in each other"):
+        loads_plain(b"\x80\x04}K\x01" + b"\x85" * 5 * MANY + b"K\x01s.", "nest")
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path):

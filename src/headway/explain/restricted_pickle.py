@@ -9,6 +9,8 @@ import io
 import pickle
 import pickletools
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,11 @@ _LENGTH_BYTES = {
     b"\x8b": 4,
 }
 """Strings, bytes and long integers: how many bytes say how many bytes follow."""
+_HASHABLE = (b"t", b"\x85", b"\x86", b"\x87", b"\x91")
+"""TUPLE, TUPLE1 to 3 and FROZENSET: hashing them as a key follows their nesting on the machine's stack, unchecked."""
+STACK_BYTES_A_TUPLE = 256
+"""Of the stack for each level of nesting; CPython 3.11 takes about 64."""
+NESTED_ON_ANY_STACK, MOST_NESTED = 10_000, 4_000_000
 _STOP = b"."
 _LONG_BINPUT = b"r"
 _GLOBALS = (b"c", b"i", b"\x93")
@@ -69,7 +76,15 @@ def loads_plain(data: bytes, name: str) -> Any:
     """As :func:`load_plain`, of bytes; ``name`` stands in messages."""
     if len(data) < 2 or data[0] != 0x80 or not 2 <= data[1] <= 5:
         raise UserError(f"{name}: not a pickle of protocol 2 to 5")
-    _check_opcodes(data, name)
+    nested = _check_opcodes(data, name)
+    if nested <= NESTED_ON_ANY_STACK:
+        return _loaded(data, name)
+    if nested > MOST_NESTED:
+        raise UserError(f"{name}: the pickle may nest {nested:,} tuples in each other, more than is read")
+    return _with_stack(nested * STACK_BYTES_A_TUPLE, lambda: _loaded(data, name))
+
+
+def _loaded(data: bytes, name: str) -> Any:
     try:
         return _PlainUnpickler(data, name).load()
     except UserError:
@@ -78,6 +93,29 @@ def loads_plain(data: bytes, name: str) -> Any:
         # Damaged pickles end in whatever exception the operation they stumble over raises.
         told = " ".join(str(error).split())[:120]
         raise UserError(f"{name}: the pickle is damaged ({type(error).__name__}: {told})") from None
+
+
+def _with_stack(size: int, load: Callable[[], Any]) -> Any:
+    """What ``load`` gives in a thread whose stack has ``size`` bytes, or 1 MiB more."""
+    given: list[Any] = []
+    raised: list[UserError] = []
+
+    def work() -> None:
+        try:
+            given.append(load())
+        except UserError as error:
+            raised.append(error)
+
+    before = threading.stack_size((size >> 20) + 1 << 20)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    if raised:
+        raise raised[0]
+    return given[0]
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -92,16 +130,20 @@ class _PlainUnpickler(pickle.Unpickler):
         )
 
 
-def _check_opcodes(data: bytes, name: str) -> None:
-    """Walk the opcodes up to STOP or to the first name that is asked for. Raises UserError as :func:`load_plain`."""
-    place, end = 0, len(data)
+def _check_opcodes(data: bytes, name: str) -> int:
+    """Walk the opcodes up to STOP or to the first name that is asked for. Raises UserError as :func:`load_plain`.
+
+    Returns how many tuples and frozen sets may be nested at most: each takes an opcode of its own.
+    """
+    place, end, nested = 0, len(data), 0
     while place < end:
         if run := _RUN.match(data, place):
+            nested += sum(data.count(opcode, place, run.end()) for opcode in _HASHABLE)
             place = run.end()
             continue
         opcode = data[place : place + 1]
         if opcode == _STOP or opcode in _GLOBALS:
-            return
+            return nested
         if opcode == _LONG_BINPUT:
             entry = int.from_bytes(data[place + 1 : place + 5], "little")
             if entry > place:  # each entry of the memo takes more than a byte of the file
