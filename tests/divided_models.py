@@ -141,7 +141,7 @@ def divided(case: Case, mesh: DeviceMesh, component: Component, weights: dict[st
         component.fill(CPU, weights)
     model = component.module
     if case.fused:
-        fuse(model)
+        fuse(model, divided=case.tp > 1)
     apply_tensor_parallel(model, mesh["tp"], sequence=case.sequence)
     blocks = [block for _, block in repeated_blocks(model)]
     checkpoint_activations(blocks, case.checkpointing)

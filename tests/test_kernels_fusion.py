@@ -38,12 +38,15 @@ from soak import soak
 
 RECIPES = DENOISERS | DECODERS
 FUSED_MODULES = {
-    "llama": ("LlamaRMSNorm", "LlamaMLP"),
-    "qwen3": ("Qwen3MLP",),
-    "qwen3_moe": ("Qwen3MoeExperts",),
-    "mixtral": ("MixtralExperts", "MixtralRMSNorm"),
-    "qwen2_5_vl": ("Qwen2_5_VLMLP", "Qwen2MLP"),
-    "flux": ("AdaLayerNormZero", "AdaLayerNormZeroSingle", "AdaLayerNormContinuous"),
+    "llama": ("LlamaRMSNorm", "LlamaMLP", "LlamaAttention"),
+    "qwen3": ("Qwen3MLP", "Qwen3Attention"),
+    "qwen3_moe": ("Qwen3MoeExperts", "Qwen3MoeAttention"),
+    "mixtral": ("MixtralExperts", "MixtralRMSNorm", "MixtralAttention"),
+    "qwen2_5_vl": ("Qwen2_5_VLMLP", "Qwen2MLP", "Qwen2_5_VLAttention"),
+    "qwen3_vl": ("Qwen3VLTextAttention",),
+    "flux": ("AdaLayerNormZero", "AdaLayerNormZeroSingle", "AdaLayerNormContinuous", "FluxAttention"),
+    "sd3": ("AdaLayerNormZero", "Attention"),
+    "wan": ("WanAttention",),
 }
 FUSED_BLOCKS = {
     "flux": "FluxTransformerBlock",

@@ -14,15 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from headway.kernels import glu, glu_packed, rms_norm
+from headway.kernels import glu, glu_packed, norm_rope, rms_norm
 from headway.kernels.glu import glu_forward, glu_packed_forward
+from headway.kernels.norm_rope import norm_rope_forward
 from headway.kernels.rms_norm import rms_norm_forward
 from ranks import run_ranks
 from soak import soak
 
 pytest.importorskip("triton")
 
-from headway.kernels.proof import glu_cases, machine_code, rms_norm_cases
+from headway.kernels.proof import glu_cases, machine_code, norm_rope_cases, rms_norm_cases
 from headway.kernels.proof.machine_code import TARGETS, broken, facts
 
 
@@ -39,8 +40,10 @@ class Operator:
     """Cases in float64, of which the first has everything."""
     shapes: Any
     """A strategy of random cases."""
-    placements: dict[str, Any]
-    """By input: how it is split over ranks that share samples."""
+    whole: frozenset[str]
+    """Inputs that all ranks have whole."""
+    splits: Callable[[Any], tuple[int, ...]]
+    """case -> dimensions over which ranks may share it."""
     quick: str
     """Part of the names of what the suite compiles; make soak compiles all."""
 
@@ -56,9 +59,14 @@ def _glu(case: Any, tensors: dict[str, Tensor]) -> list[Tensor]:
     return [glu(**tensors, activation=case.activation)]
 
 
+def _norm_rope(case: Any, tensors: dict[str, Tensor]) -> list[Tensor]:
+    return [norm_rope(**tensors, pairs=case.pairs, epsilon=norm_rope_cases.EPSILON)]
+
+
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 Norm = rms_norm_cases.Case
 Glu = glu_cases.Case
+Rope = norm_rope_cases.Case
 OPERATORS = {
     "rms_norm": Operator(
         rms_norm_cases,
@@ -79,7 +87,8 @@ OPERATORS = {
             strided=st.booleans(),
             programs=st.integers(1, 12),
         ),
-        {"weight": Replicate()},
+        frozenset({"weight"}),
+        lambda case: (0, 1),
         "8192",
     ),
     "glu": Operator(
@@ -106,8 +115,44 @@ OPERATORS = {
             gate_first=st.booleans(),
             strided=st.booleans(),
         ),
-        {},
+        frozenset(),
+        lambda case: (0, 1) if case.packed else (0, 1, 2),
         "silu",
+    ),
+    "norm_rope": Operator(
+        norm_rope_cases,
+        _norm_rope,
+        lambda case, given: (
+            norm_rope_forward,
+            (
+                *(given.x, given.then, given.weight, given.then_weight, given.cos, given.sin),
+                *(case.pairs == "interleaved", case.norm == "across", norm_rope_cases.EPSILON),
+            ),
+        ),
+        (
+            Rope(2, 4, 2, 8, torch.float64, then=2, pairs="interleaved", strided=True),
+            Rope(2, 4, 2, 8, torch.float64, norm="across", rotated=2),
+            Rope(2, 4, 2, 8, torch.float64, norm="none", by_sample=True),
+            Rope(2, 4, 2, 8, torch.float64, then=4, rotated=0),
+        ),
+        st.builds(
+            Rope,
+            samples=st.integers(1, 2),
+            tokens=st.integers(1, 4),
+            heads=st.integers(1, 5),
+            channels=st.integers(5, 24).map(lambda n: 2 * n),
+            dtype=DTYPES,
+            then=st.integers(0, 3),
+            norm=st.sampled_from(["head", "across", "none"]),
+            pairs=st.sampled_from(["half", "interleaved"]),
+            rotated=st.sampled_from([None, 0, 1, 3]),
+            by_sample=st.booleans(),
+            strided=st.booleans(),
+            programs=st.integers(1, 12),
+        ),
+        frozenset({"weight", "then_weight", "cos", "sin"}),
+        lambda case: (0, *([] if case.then else [1]), *([] if case.norm == "across" else [2])),
+        "across",
     ),
 }
 
@@ -117,6 +162,20 @@ def inputs_of(given: Any) -> dict[str, Tensor]:
     return {n: t for n, t in vars(given).items() if t is not None and not n.startswith("grad_")}
 
 
+TABLES = ("cos", "sin")
+"""Inputs without a gradient."""
+
+
+def leaves_of(given: Any) -> dict[str, Tensor]:
+    """Inputs as leaves of their own."""
+    return {n: t.detach().requires_grad_(n not in TABLES) for n, t in inputs_of(given).items()}
+
+
+def differentiated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those that have a gradient."""
+    return {name: tensor for name, tensor in tensors.items() if name not in TABLES}
+
+
 def gradients_of(given: Any) -> list[Tensor]:
     """What backward is given."""
     return [t for n, t in vars(given).items() if t is not None and n.startswith("grad_")]
@@ -124,8 +183,9 @@ def gradients_of(given: Any) -> list[Tensor]:
 
 def through_operator(operator: Operator, case: Any, given: Any, call: Any = None) -> dict[str, Tensor]:
     """As the proof's ``eager``, by the public function."""
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs_of(given).items()}
+    leaves = leaves_of(given)
     results = (call or operator.public)(case, leaves)
+    leaves = differentiated(leaves)
     gradients = torch.autograd.grad(results, list(leaves.values()), gradients_of(given))
     names = operator.proof.eager(given, case).keys()
     if len(names) < len(results) + len(gradients):  # of a residual's two summands the gradient is one
@@ -187,7 +247,7 @@ def test_inputs_are_not_written_to(name):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_no_tokens_give_empty_results_and_gradients_of_zero(name):
     operator = OPERATORS[name]
-    case = replace(operator.small[0], dtype=torch.float32, tokens=0)
+    case = replace(operator.small[1], dtype=torch.float32, tokens=0)
     made = operator.proof.inputs(case)
     right = operator.proof.eager(made, case)
     for results in (operator.proof.kernel(made, case), through_operator(operator, case, made)):
@@ -200,7 +260,7 @@ def test_no_tokens_give_empty_results_and_gradients_of_zero(name):
 def test_torch_finds_the_operator_well_registered(name, case):
     operator = OPERATORS[name]
     made = operator.proof.inputs(case)
-    for tensor in inputs_of(made).values():
+    for tensor in differentiated(inputs_of(made)).values():
         tensor.requires_grad_()
     torch.library.opcheck(*operator.registered(case, made))
 
@@ -233,14 +293,17 @@ def distributed(name: str) -> list[tuple[str, bool]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     held = []
     for case in operator.small:
-        for split in (0, 1):
+        for split in operator.splits(case):
             made = operator.proof.inputs(case)
             right = operator.proof.eager(made, case)
             leaves = {
-                n: distribute_tensor(t.contiguous(), mesh, [operator.placements.get(n, Shard(split))]).requires_grad_()
+                n: distribute_tensor(t.contiguous(), mesh, [Replicate() if n in operator.whole else Shard(split)])
                 for n, t in inputs_of(made).items()
             }
+            for tensor in differentiated(leaves).values():
+                tensor.requires_grad_()
             results = operator.public(case, leaves)
+            leaves = differentiated(leaves)
             upstream = [distribute_tensor(t.contiguous(), mesh, [Shard(split)]) for t in gradients_of(made)]
             gradients = torch.autograd.grad(results, list(leaves.values()), upstream)
             held += [(f"{case} {split}", result.placements == (Shard(split),)) for result in results]

@@ -4,6 +4,7 @@ from headway.kernels.adaln import adaln
 from headway.kernels.adamw import Average, Rounding, adamw_
 from headway.kernels.catalogue import OPERATORS, Operator
 from headway.kernels.glu import glu, glu_packed
+from headway.kernels.norm_rope import norm_rope
 from headway.kernels.quantise import quantise, quantise_both
 from headway.kernels.quantise_reference import Quantised
 from headway.kernels.rms_norm import rms_norm
@@ -21,6 +22,7 @@ __all__ = [
     "glu",
     "glu_packed",
     "key_of",
+    "norm_rope",
     "place_of",
     "quantise",
     "quantise_both",

@@ -22,6 +22,11 @@ OPERATORS = {
             "headway.kernels.proof.adaln_cases",
         ),
         Operator(
+            "norm_rope",
+            "RMSNorm of heads or across them, rotary embedding, two streams written into one sequence",
+            "headway.kernels.proof.norm_rope_cases",
+        ),
+        Operator(
             "rms_norm",
             "h = x + branch; RMSNorm of h; · weight or · (1 + weight)",
             "headway.kernels.proof.rms_norm_cases",

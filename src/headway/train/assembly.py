@@ -116,7 +116,7 @@ def assemble_step(
     meshes = Meshes(recipe.layout, ranks.rank, ranks.world, ranks.device.type)
     micro_batches = accumulation(recipe.run.global_batch, recipe.run.micro_batch, meshes.sizes.data)
     costs = partial(block_costs_of, recipe, built)
-    fusion = fuse(built.module) if fuses(recipe, ranks.device) else Fusion()
+    fusion = fuse(built.module, divided=meshes.sizes.tp > 1) if fuses(recipe, ranks.device) else Fusion()
     layout = lay_out(recipe, built, meshes, ranks, micro_batches=micro_batches, costs=costs)
     masters = Masters(layout.laid_out.parameters(), meshes.sizes.stage)
     objective = objective_of(recipe, built, layout)

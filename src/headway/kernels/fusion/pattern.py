@@ -6,6 +6,7 @@ library changed is not, and its modules are left as they are.
 """
 
 import ast
+import copy
 import functools
 import hashlib
 import inspect
@@ -37,13 +38,40 @@ class Pattern:
     """Children that ``forward`` computes itself: they are left as they are."""
     method: str = "forward"
     """What ``known`` is the code of and ``forward`` stands in for, where a class calls a part of its forward itself."""
+    part: str | None = None
+    """The attribute of a module that has the method, where it is not the module itself."""
+    gives_weight: tuple[str, ...] = ()
+    """Norms whose work ``forward`` does: called without an input they give their weight."""
+    across_heads: bool = False
+    """Whether ``forward`` needs all heads of a token on one rank."""
     not_within: str | None = None
     """A word in the class of the parent of modules that are left: a norm of single heads has rows too short."""
 
     def apply(self, module: nn.Module) -> None:
         """Change ``module`` in place. Its parameters, children, hooks and names stay."""
-        kind: Any = type(module)
-        module.__class__ = _with_method(kind, self.method, self.forward)
+        owner = self.owner(module)
+        if owner is not module:
+            owner = copy.copy(owner)  # modules may share it
+            setattr(module, str(self.part), owner)
+        _replace(owner, self.method, self.forward)
+        for name in self.gives_weight:
+            norm: Any = getattr(module, name, None)
+            if norm is not None:
+                _replace(norm, "forward", _weight)
+
+    def owner(self, module: nn.Module) -> Any:
+        """What has the method: the module, a part of it, or None."""
+        return module if self.part is None else getattr(module, self.part, None)
+
+
+def _weight(norm: Any) -> Any:
+    """The forward of a norm whose work another does."""
+    return norm.weight
+
+
+def _replace(owner: Any, name: str, method: Callable[..., Any]) -> None:
+    kind: Any = type(owner)
+    owner.__class__ = _with_method(kind, name, method)
 
 
 @functools.cache
@@ -70,9 +98,9 @@ def function_code(function: Callable[..., Any]) -> str:
     return hashlib.sha256(ast.unparse(bare).encode()).hexdigest()[:16]
 
 
-def calls_known(kind: Any, functions: Mapping[str, frozenset[str]]) -> bool:
-    """Whether the forward of ``kind`` finds those functions with known code under their names."""
-    scope = inspect.unwrap(kind.forward).__globals__
+def calls_known(kind: Any, method: str, functions: Mapping[str, frozenset[str]]) -> bool:
+    """Whether a method finds those functions with known code under their names."""
+    scope = inspect.unwrap(getattr(kind, method)).__globals__
     return all(callable(scope.get(name)) and function_code(scope[name]) in known for name, known in functions.items())
 
 
