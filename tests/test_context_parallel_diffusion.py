@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from context_parallel_runs import KINDS, Case, Result, Sharded, assert_same_gradients, build, gradient_errors, parts
 from headway.errors import UserError
+from headway.kernels.fusion import fuse
 from headway.parallel.context_parallel import apply_context_parallel_diffusion, check_context_parallel
 from headway.recipe import ModelRecipe
 from ranks import run_ranks
@@ -92,6 +93,19 @@ def test_parameters_sharded_over_the_ranks_of_a_picture(
 ) -> None:
     expected = cases[name].reference(loss_sum, 2)
     results = run_ranks(2, Sharded(apply, KINDS[kind], checkpointing), cases[name], loss_sum)
+    every_rank_has_the_loss(results, expected)
+    assert_same_gradients(results[1], expected)
+
+
+def apply_fused(model: nn.Module, cp: DeviceMesh) -> None:
+    fuse(model.transformer)
+    apply(model, cp)
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", soak("sd3")])
+def test_ranks_share_a_picture_with_fused_operators_too(name: str, cases: dict[str, Case]) -> None:
+    expected = cases[name].reference(loss_sum, 2)
+    results = run_ranks(2, Sharded(apply_fused, KINDS["ulysses 2"], "full"), cases[name], loss_sum)
     every_rank_has_the_loss(results, expected)
     assert_same_gradients(results[1], expected)
 

@@ -37,9 +37,8 @@ def _attention(options: Callable[[Any], dict[str, Any]], *, normed: bool) -> Cal
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (getattr(self, name)(hidden_states).view(shape) for name in ("q_proj", "k_proj", "v_proj"))
         pairs = self.head_dim // 2
-        angles: dict[str, Any] = {
-            name: t[..., :pairs] for name, t in zip(("cos", "sin"), position_embeddings, strict=True)
-        }
+        cos, sin = position_embeddings
+        angles: dict[str, Any] = {"cos": cos[..., :pairs], "sin": sin[..., :pairs]}
         if normed:
             query = norm_rope(query, self.q_norm(), **angles, epsilon=self.q_norm.variance_epsilon)
             key = norm_rope(key, self.k_norm(), **angles, epsilon=self.k_norm.variance_epsilon)
