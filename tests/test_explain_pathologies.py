@@ -299,6 +299,37 @@ def ranks(
     return builder
 
 
+def shaped(rows: int, us: float, device: str = "NVIDIA H100 80GB HBM3") -> Builder:
+    """Products of ``rows`` rows with weights of 8192 x 8192 in bfloat16, whose shapes the trace has."""
+
+    def build(trace: GeneratedTrace, _: int) -> None:
+        for _ in range(20):
+            with trace.scope("aten::mm", "cpu_op"):
+                identity = len(trace.events)
+                shapes = {"Input Dims": [[rows, 8192], [8192, 8192]], "Input type": ["c10::BFloat16"] * 2}
+                trace.events[-1]["args"] = {"External id": identity, **shapes}
+                trace.launch(GEMM, us, **{"External id": identity})
+        trace.synchronise()
+
+    return one(build, device=device, major=9)
+
+
+def mesh(spread_elements: int, inside_elements: int) -> Builder:
+    """Rank 0 of two nodes of 8: a group of ranks 0 and 8, and one of ranks 0 and 1, of which compute waits."""
+
+    def build(trace: GeneratedTrace, _: int) -> None:
+        trace.facts["deviceProperties"] = [{"id": number, "name": "NVIDIA A100"} for number in range(8)]
+        groups = [{"pg_name": "10", "pg_desc": "mesh_tp", "ranks": [0, 8]}, {"pg_name": "11", "ranks": [0, 1]}]
+        trace.facts["distributedInfo"]["pg_config"] = groups
+        for _ in range(4):
+            for group, elements in (("10", spread_elements), ("11", inside_elements)):
+                trace.launch(GEMM, 1_000, operator="aten::mm", after=(20,))
+                trace.collective("all_reduce", trace.now + 2_500, group=group, elements=elements, after=(7,))
+        trace.synchronise()
+
+    return one(build, world=16)
+
+
 CASES: dict[str, tuple[Builder, Builder]] = {
     "data-loader-stall": (public("resnet50_dataloader_workers0.json.gz"), one(loader(1_000, drained=False))),
     "pageable-copy": (one(copies("Pageable", blocks=True)), one(copies("Pinned", blocks=False))),
@@ -361,6 +392,8 @@ CASES: dict[str, tuple[Builder, Builder]] = {
         ranks(lambda rank, step: 0, transfer_us=lambda step: 9_000 if step == 3 else 800),
         ranks(lambda rank, step: 9_000 if (rank, step) == (1, 3) else 0, transfer_us=lambda _: 800),
     ),
+    "thin-products": (shaped(rows=64, us=60), shaped(rows=4_096, us=700)),
+    "spread-over-nodes": (mesh(1 << 26, 1 << 16), mesh(1 << 16, 1 << 26)),
     "straggler-masked-as-communication": (
         public("dlrm_8rank"),
         ranks(lambda rank, step: 20, transfer_us=lambda _: 3_000),

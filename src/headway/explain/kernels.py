@@ -116,7 +116,7 @@ def _rate(name: str, known: Products | None, accelerator: Accelerator | None) ->
     if known is None or not known.spent_ns:
         return {"dtype": None, "tflops_per_s": None, "roofline_tflops_per_s": None}
     limit = None
-    if accelerator is not None and (peak := accelerator.peak_tflops(_precision(name, known.dtype))) is not None:
+    if accelerator is not None and (peak := accelerator.peak_tflops(precision_of(name, known.dtype))) is not None:
         by_memory = accelerator.memory_bandwidth_gb_per_s * known.flops / known.bytes / 1000
         limit = min(peak, by_memory)
     return {
@@ -126,7 +126,7 @@ def _rate(name: str, known: Products | None, accelerator: Accelerator | None) ->
     }
 
 
-def _precision(name: str, dtype: str) -> str:
+def precision_of(name: str, dtype: str) -> str:
     """What the catalogue calls the precision that a kernel multiplies in."""
     if dtype == "float32" and ("tf32" in name or "s1688" in name):
         return "tf32"

@@ -17,8 +17,10 @@ from headway.explain.pathologies.data import find_data
 from headway.explain.pathologies.launch import find_launch
 from headway.explain.pathologies.memory import find_memory
 from headway.explain.pathologies.optimizer import find_optimizer
+from headway.explain.pathologies.products import find_products
 from headway.explain.pathologies.profiler import find_profiler
 from headway.explain.pathologies.synchronisation import find_synchronisation
+from headway.explain.placement import Placement, placements
 from headway.explain.rank_trace import RankTrace
 from headway.explain.rank_view import RankView
 from headway.explain.replay import Graph
@@ -29,6 +31,7 @@ PATHOLOGIES: tuple[Callable[[RankView], Iterator[Finding]], ...] = (
     find_synchronisation,
     find_launch,
     find_compute,
+    find_products,
     find_optimizer,
     find_memory,
     find_profiler,
@@ -61,6 +64,8 @@ class RankPart:
     products: Mapping[str, Products] = field(default_factory=dict)
     """Of kernels whose shapes are known, by name."""
     device_name: str = ""
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """Of process groups, by name, as far as the trace tells them."""
 
     @property
     def is_conclusive(self) -> bool:
@@ -99,6 +104,7 @@ def rank_part(trace: RankTrace) -> RankPart:
         kernel_ns=kernel_times(view),
         products=product_times(view),
         device_name=device_name(trace.facts),
+        placements=placements(trace.facts),
     )
 
 

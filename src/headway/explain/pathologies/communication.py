@@ -45,6 +45,7 @@ def find_communication(parts: Sequence[RankPart], aligned: Sequence[Aligned]) ->
         yield from _small(collective, parts)
     for one in aligned:
         yield from _slow_links(parts, one)
+    yield from _spread_over_nodes(parts)
 
 
 def waits_of(part: RankPart, aligned: Sequence[Aligned]) -> Integers:
@@ -203,6 +204,50 @@ def _slow_links(parts: Sequence[RankPart], aligned: Aligned) -> Iterator[Finding
         ),
         verify="A bandwidth test between these ranks shows the slow pair; the excess goes when it is replaced.",
         falsified_by="The slow ones move with the step or the time of day, not with the ranks: congestion.",
+    )
+
+
+def _spread_over_nodes(parts: Sequence[RankPart]) -> Iterator[Finding]:
+    """The group that sends most reaches over nodes though it would fit into one, while a lesser one stays inside."""
+    part = max(parts, key=lambda one: one.window_us)
+    assert part.collectives is not None
+    assert part.graph is not None
+    groups = np.array([key[0].removeprefix("group ") for key in part.collectives.key])
+    sent = {
+        name: int(part.collectives.bytes[(groups == name) & (part.collectives.bytes > 0)].sum())
+        for name in part.placements
+    }
+    inside = [sent[name] for name, placement in part.placements.items() if placement.nodes == 1 and sent[name]]
+    most = max(sent, key=lambda name: sent[name], default="")
+    if not inside or not part.placements[most].is_spread:
+        return
+    mine = groups == most
+    exposed = np.where(mine, np.maximum(part.exposed_ns, 0), 0)
+    spans = part.collectives.span
+    least = part.graph.gain(less_of_spans(part, spans, exposed // 2))
+    high = part.graph.gain(less_of_spans(part, spans, exposed * 9 // 10))
+    gain = Recoverable.of_window(least.low_us, high.high_us, part.window_us)
+    if exposed.sum() / 1000 < EXPOSED * part.window_us or not is_worth(gain, part.window_us):
+        return
+    placement = part.placements[most]
+    yield Finding(
+        id="spread-over-nodes",
+        title="The group that sends most reaches over nodes",
+        claim=(
+            f"Group {most} of {placement.ranks} ranks on {placement.nodes} nodes sends {sent[most] / 1e9:,.3g} GB from "
+            f"each rank; groups inside a node of {placement.devices_per_node} devices send {max(inside) / 1e9:,.3g} GB "
+            f"at most. {exposed.sum() / 1e6:,.2f} ms of it run while nothing computes."
+        ),
+        cause_class=CauseClass.COMMUNICATION,
+        confidence=Confidence.MEDIUM,
+        evidence=(_evidence(part, mine, "over the network between nodes"),),
+        recoverable=gain,
+        fix=Fix(
+            "Number the ranks so that this axis varies fastest (the last dimension of the mesh): tensor and expert "
+            "parallelism inside a node, replicas and pipeline stages between nodes."
+        ),
+        verify="The group's transfers take as long as others of their size inside a node.",
+        falsified_by="The links between these nodes are as fast as those inside (one NVLink domain).",
     )
 
 

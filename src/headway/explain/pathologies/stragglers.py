@@ -54,12 +54,14 @@ def _late_ranks(parts: Sequence[RankPart], aligned: Aligned) -> Iterator[Finding
     communication = int((aligned.end_ns - aligned.start_ns).sum())
     share = waits / communication if communication else 0.0
     masked = share > MASKED
+    by_turns = 2 * len(named) > len(aligned.ranks)
+    who_is_late = "Ranks come late by turns" if by_turns else f"Rank {', '.join(map(str, named))} comes late"
     counts = {rank: int((aligned.last_rank == rank).sum()) for rank in aligned.ranks}
     most = sorted((rank for rank in aligned.ranks if counts[rank]), key=lambda rank: -counts[rank])
     who = ", ".join(f"rank {rank} ({counts[rank]} of {len(aligned)})" for rank in most[:6])
     yield Finding(
         id="straggler-masked-as-communication" if masked else "straggler",
-        title=f"Rank {', '.join(map(str, named))} comes late; the others wait inside collectives",
+        title=f"{who_is_late}; the others wait inside collectives",
         claim=(
             f"Last to arrive: {who}. {percent(share)} of the time in collectives is waiting for the last rank, "
             f"{percent(1 - share)} is transfer ({aligned.transfer_ns.sum() / 1e6:,.3f} ms)"
@@ -71,7 +73,10 @@ def _late_ranks(parts: Sequence[RankPart], aligned: Aligned) -> Iterator[Finding
         evidence=tuple(_evidence(parts, aligned, rank, blame[rank]) for rank in named),
         recoverable=gain,
         fix=Fix(
-            f"Look at what rank {named[0]} does before these collectives: its data (sizes, padding), its host (other "
+            "Look at what differs between ranks from one collective to the next: work in their samples, other processes "
+            "on their hosts, garbage collection. Do not tune NCCL for it."
+            if by_turns
+            else f"Look at what rank {named[0]} does before these collectives: its data (sizes, padding), its host (other "
             "processes, garbage collection), its device (clocks, errors). Do not tune NCCL for it."
         ),
         verify="The last rank changes from collective to collective, and waiting falls to the scatter of arrivals.",
