@@ -21,6 +21,15 @@ FIRST = 0.5
 SLOWER = 1.1
 """The same kernels take this many times as long on one device."""
 
+_LOOK_AT = (
+    "its data (sizes, padding), its host (other processes, garbage collection), its device (clocks, errors). Do not "
+    "tune NCCL for it."
+)
+_BY_TURNS = (
+    "Look at what differs between ranks from one collective to the next: work in their samples, other processes on "
+    "their hosts, garbage collection. Do not tune NCCL for it."
+)
+
 Integers = NDArray[np.int64]
 
 
@@ -72,13 +81,7 @@ def _late_ranks(parts: Sequence[RankPart], aligned: Aligned) -> Iterator[Finding
         confidence=Confidence.HIGH if len(aligned) >= 3 else Confidence.MEDIUM,
         evidence=tuple(_evidence(parts, aligned, rank, blame[rank]) for rank in named),
         recoverable=gain,
-        fix=Fix(
-            "Look at what differs between ranks from one collective to the next: work in their samples, other processes "
-            "on their hosts, garbage collection. Do not tune NCCL for it."
-            if by_turns
-            else f"Look at what rank {named[0]} does before these collectives: its data (sizes, padding), its host (other "
-            "processes, garbage collection), its device (clocks, errors). Do not tune NCCL for it."
-        ),
+        fix=Fix(_BY_TURNS if by_turns else f"Look at what rank {named[0]} does before these collectives: {_LOOK_AT}"),
         verify="The last rank changes from collective to collective, and waiting falls to the scatter of arrivals.",
         falsified_by=(
             f"With rank {named[0]}'s process on another host and device the same rank number is late (then it is its "
