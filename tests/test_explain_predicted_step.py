@@ -180,3 +180,20 @@ def test_the_terminal_shows_both(monkeypatch, capsys, tmp_path):
     assert (code, err) == (0, "")
     assert "planned 70 ms" in out
     assert "exposed all gather (dp_shard)" in out
+
+
+def test_on_a_cpu_what_python_takes_before_an_operator_is_the_operator_s(tmp_path):
+    """As in a cluster's times of operators, which are measured with it."""
+    events = [{"cat": "user_annotation", "name": "ProfilerStep#0", "ts": 0, "dur": 10_000}]
+    for number in range(10):
+        at = 1_000 * number
+        events.append({"cat": "user_annotation", "name": f"{MODULE_RANGE}blocks.{number}", "ts": at, "dur": 1_000})
+        events.append({"cat": "cpu_op", "name": "aten::linear", "ts": at + 400, "dur": 600})
+    written = [{"ph": "X", "pid": 1, "tid": 1, "args": {}, **event} for event in events]
+    facts = {"distributedInfo": {"rank": 0}, "headway": {"device": "cpu"}}
+    (tmp_path / "rank_0.json").write_text(json.dumps({**facts, "traceEvents": written}))
+    found = beside_prediction(planned(), PLANNED_US, read_rank(tmp_path / "rank_0.json"))
+    by_name = {cause.name: cause for cause in found.causes}
+    assert by_name["forward"].measured_us == pytest.approx(9_600), "all but what came before the first operator"
+    assert by_name["forward"].blocks["blocks.3"] == pytest.approx(1_000)
+    assert "host between operators" not in by_name

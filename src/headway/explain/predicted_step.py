@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.explain.collectives import align, collectives_of
 from headway.explain.health import repaired
 from headway.explain.idle import DEVICE_WAIT, HOST, UNKNOWN_CAUSE
 from headway.explain.rank_trace import RankTrace
 from headway.explain.rank_view import RankView
-from headway.timeline import DEVICE_KINDS, Kind, Timeline, attributed_ns
+from headway.timeline import DEVICE_KINDS, Intervals, Kind, Timeline, attributed_ns
 
 OUTSIDE = "outside of blocks"
 WAITING = "waiting for other ranks and the pipeline"
@@ -163,7 +164,11 @@ def _shares(view: RankView, window: tuple[int, int], steps: int) -> Shares:
     """Of one rank: what the device does by kind, phase and axis, and why it is idle."""
     timeline = view.timeline
     found: Shares = defaultdict(float)
+    idle = timeline.intervals(timeline.kinds(*DEVICE_KINDS)).gaps_in(*window)
+    by_cause = dict(view.idle.by_cause)
     spent = attributed_ns(timeline, window)
+    if view.computes_on_host:
+        spent = spent + _python_before(view, idle & by_cause.pop(HOST))
     counted = np.flatnonzero(spent > 0)
     columns = np.stack([timeline.kind[counted], *(getattr(timeline, name)[counted] for name in _GROUPED)])
     keys, where = np.unique(columns, axis=1, return_inverse=True)
@@ -172,13 +177,26 @@ def _shares(view: RankView, window: tuple[int, int], steps: int) -> Shares:
         phase, axis, collective, module = (timeline.strings[place] for place in places)
         found[_cause(Kind(kind), phase, axis, collective), block_of(module)] += nanoseconds / steps / 1000
     unlaunched = not (view.launches >= 0).any()
-    idle = timeline.intervals(timeline.kinds(*DEVICE_KINDS)).gaps_in(*window)
-    causes = {cause: (during & idle).total_ns() for cause, during in view.idle.by_cause.items()}
-    causes[HOST] += idle.total_ns() - sum(causes.values())  # before the first span of the device and after the last
+    causes = {cause: (during & idle).total_ns() for cause, during in by_cause.items()}
+    # Before the first span of the device and after the last it waits for the host.
+    causes[HOST] = window[1] - window[0] - int(spent.sum()) - sum(ns for name, ns in causes.items() if name != HOST)
     for cause, nanoseconds in causes.items():
         known = HOST if cause == UNKNOWN_CAUSE and unlaunched else cause
         found[_IDLE.get(known, f"idle: {known.replace('_', ' ')}"), OUTSIDE] += nanoseconds / steps / 1000
     return {key: value for key, value in found.items() if value}
+
+
+def _python_before(view: RankView, idle: Intervals) -> NDArray[np.int64]:
+    """Of each span of a CPU, the idle time of the host that ends with it: int64, ``[spans]``.
+
+    A cluster's times of operators on CPUs are measured with what Python and the dispatcher take before each.
+    """
+    spent = np.zeros(len(view.timeline), dtype=np.int64)
+    starts = view.timeline.start_ns[view.device]
+    after = np.searchsorted(starts, idle.ends)
+    known = after < len(starts)
+    np.add.at(spent, view.device[after[known]], (idle.ends - idle.starts)[known])
+    return spent
 
 
 _GROUPED = ("phase", "axis", "collective", "module")
