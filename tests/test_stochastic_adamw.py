@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from headway.errors import UserError
-from headway.parallel import Masters, Ranks
+from headway.parallel import Masters, Ranks, own_piece
 from headway.recipe import OptimRecipe, parse_recipe
 from headway.train import Trainer, assemble, training_loader
 from headway.train.optimizers import build_optimizers, load_optimizer_state, optimizer_state
@@ -114,6 +118,36 @@ def test_a_run_learns_resumes_to_the_bit_and_is_alike_on_two_ranks(tmp_path: Pat
     assert whole[0][-1] < whole[0][0]
     for losses, _ in run_ranks(2, trained, recipe):
         assert losses == pytest.approx(whole[0], rel=1e-2)  # gradients are bfloat16 sums in another order
+
+
+def whole_matrix(name: str, step: int) -> torch.Tensor:
+    """The gradient of a parameter of 12 rows and 8 columns in a step, and before the first its value."""
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(1000 * (step + 1) + ord(name[0]))).bfloat16()
+
+
+def stepped_matrices(divided: bool, steps: int) -> dict[str, torch.Tensor]:
+    """Two matrices; ``divided``: the rows of one and the columns of the other over tensor parallelism, then by FSDP."""
+    shards, parts = (2, 2) if divided else (1, 1)
+    mesh = init_device_mesh("cpu", (shards, parts), mesh_dim_names=("shard", "tp"))
+    layers = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False))
+    for number, layer in enumerate(layers):
+        value = whole_matrix(f"{number}.weight", -1)
+        if divided:
+            value = distribute_tensor(value, mesh["tp"], [Shard(number)], src_data_rank=None)
+        layer.weight = nn.Parameter(value)
+    masters = masters_of(fully_shard(layers, mesh=mesh["shard"]))
+    (optimizer,) = build_optimizers(masters, OPTIM, rounding_seed=3)
+    for step in range(steps):
+        for name, local in masters.local.items():
+            local.grad = whole_matrix(name, step)[own_piece(masters.whole[name]).index()].contiguous()
+        optimizer.update(step, 1.0)
+    return full(masters.whole)
+
+
+def test_parts_of_rows_and_columns_round_with_the_numbers_of_the_whole():
+    (alone,) = run_ranks(1, stepped_matrices, False, 3)
+    for found in run_ranks(4, stepped_matrices, True, 3):
+        torch.testing.assert_close(found, alone, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
