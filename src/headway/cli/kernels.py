@@ -21,6 +21,29 @@ kernels_app = typer.Typer(no_args_is_help=True, help="Fused operators, proven wi
 
 PAGE = """# Kernels
 
+## Operators
+
+Each has a reference in PyTorch, which every device without a kernel runs, and a kernel for GPUs.
+
+{operators}
+
+## In unmodified models
+
+`kernels.fuse` puts operators into models of diffusers and transformers as they are: `"auto"` on CUDA, `true`
+everywhere, `false` nowhere. A module is recognised by the code of its forward (or of its attention processor), not by
+its name, so copies of it in other models are fused too, and a version of a library whose code has changed is left
+alone. Parameters, names and modules stay; layouts, checkpointing, compilation and adapters come after.
+`headway kernels fuse RECIPE` tells what is fused in a recipe's model, what is left, and why; a run writes it down as
+the event `fused`. Modules whose code is known, by the classes that have it first:
+
+{modules}
+
+What is left on purpose: norms across heads that tensor parallelism divides (Wan); norms whose result several
+modulations share (SD3.5's dual attention), which a compiler fuses better; the norm before a model's last projection
+where it is no module of its own (Wan, PixArt, Sana).
+
+## Machine code
+
 What the machine code of each kernel says, compiled ahead of time without a GPU; written by
 `headway kernels compile --table docs/kernels.md`. No row is a measurement of time.
 
@@ -129,11 +152,20 @@ def compile_(
                 rows.append((compiled.name, compiled.warps, target, found))
     text = _markdown(rows)
     if table is not None:
-        write_or_tell(table, lambda path: path.write_text(PAGE.format(table=text)))
+        write_or_tell(table, lambda path: path.write_text(_page(text)))
     result = [{"kernel": name, "warps": warps, "target": target, **vars(found)} for name, warps, target, found in rows]
     give_result({"kernels": result, "broken": faults}, text, json_)
     if faults:
         raise RunFailed("\n".join(faults))
+
+
+def _page(facts: str) -> str:
+    from headway.kernels import OPERATORS
+    from headway.kernels.fusion import PATTERNS
+
+    operators = [("operator", "computes"), *((f"`{each.name}`", each.computes) for each in OPERATORS.values())]
+    known = [(", ".join(pattern.names), ", ".join(pattern.operators)) for pattern in PATTERNS]
+    return PAGE.format(operators=_table(operators), modules=_table([("module", "operator"), *known]), table=facts)
 
 
 def _markdown(rows: "list[tuple[str, int, str, Facts]]") -> str:
@@ -145,6 +177,12 @@ def _markdown(rows: "list[tuple[str, int, str, Facts]]") -> str:
         )
         for name, warps, target, found in rows
     ]  # fmt: skip
+    return _table([header, *cells])
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """Markdown of rows, of which the first is the header."""
+    header, *cells = rows
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, tuple("---" for _ in header), *cells))
 
 
