@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from headway.errors import UserError
 from headway.parallel import Masters, Ranks, own_piece
 from headway.recipe import OptimRecipe, parse_recipe
+from headway.rehearse import rehearse_whole
 from headway.train import Trainer, assemble, training_loader
 from headway.train.optimizers import build_optimizers, load_optimizer_state, optimizer_state
 from ranks import run_ranks
@@ -148,6 +149,14 @@ def test_parts_of_rows_and_columns_round_with_the_numbers_of_the_whole():
     (alone,) = run_ranks(1, stepped_matrices, False, 3)
     for found in run_ranks(4, stepped_matrices, True, 3):
         torch.testing.assert_close(found, alone, rtol=0, atol=0)
+
+
+def test_a_rehearsal_sees_one_pass_over_the_weights(tmp_path: Path) -> None:
+    recipe = text_recipe(text_file(tmp_path / "text.jsonl"), tmp_path / "run", precision=BFLOAT16)
+    operators = [operator.name for operator in rehearse_whole(recipe, 1, 0).operators]
+    updates = [name for name in operators if name.startswith("headway.adamw")]
+    assert len(updates) == 2  # matrices with weight decay, and vectors without
+    assert not any("fused_adamw" in name or "lerp" in name for name in operators)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,8 @@ def load_optimizer_state(
             for key, value in own.items():
                 loaded = state[names[shard]][key]
                 value.copy_(loaded.to_local() if isinstance(loaded, DTensor) else loaded)
+        if isinstance(optimizer, StochasticAdamW):
+            optimizer.state_loaded()
 
 
 def shard_states(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, dict[str, torch.Tensor]]]:

@@ -32,6 +32,8 @@ class StochasticAdamW(torch.optim.Optimizer):
         pieces = {name: own_piece(whole) for name, whole in masters.whole.items()}
         self._places = [place_of(masters.whole[name].shape, p.offset, p.shape) for name, p in pieces.items()]
         self._keys = [key_of(seed, STREAM, name) for name in pieces]
+        self._updates = [0] * len(self._shards)
+        """Of each shard, on the host: what a rehearsal could not read of a state."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -65,11 +67,12 @@ class StochasticAdamW(torch.optim.Optimizer):
             return
         shards = [self._shards[number] for number in chosen]
         states = [self.state_of(shard) for shard in shards]
-        for state in states:
-            state["step"] += 1
+        for number, state in zip(chosen, states, strict=True):
+            self._updates[number] += 1
+            state["step"].fill_(self._updates[number])
         # Those that began later than others (a parameter that had no gradient before) have their own bias correction.
-        for updates in sorted({int(state["step"]) for state in states}):
-            same = [place for place, state in enumerate(states) if int(state["step"]) == updates]
+        for updates in sorted({self._updates[number] for number in chosen}):
+            same = [place for place, number in enumerate(chosen) if self._updates[number] == updates]
             adamw_(
                 [shards[place].detach() for place in same],
                 [_gradient(shards[place]) for place in same],
@@ -88,16 +91,17 @@ class StochasticAdamW(torch.optim.Optimizer):
             )
 
     def state_of(self, shard: nn.Parameter) -> dict[str, Tensor]:
-        """The moments and the count of updates, made where the first step has not made them yet.
-
-        The count lies on the host: it is read in each step.
-        """
+        """The moments and the count of updates, made where the first step has not made them yet."""
         state: dict[str, Tensor] = self.state[shard]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(shard, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(shard, dtype=torch.float32)
         return state
+
+    def state_loaded(self) -> None:
+        """Take over the counts of updates after states were filled from a checkpoint."""
+        self._updates = [int(self.state_of(shard)["step"]) for shard in self._shards]
 
 
 def _gradient(shard: nn.Parameter) -> Tensor:
