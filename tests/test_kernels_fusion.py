@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -33,8 +34,11 @@ from headway.kernels.fusion import Fusion, fuse
 from headway.kernels.fusion.pattern import function_code
 from headway.models.build import repeated_blocks
 from headway.recipe import LoraRecipe
+from headway.runs import read_metrics
 from ranks import run_ranks
+from runs import run_to_end
 from soak import soak
+from tiny_recipes import text_file, text_recipe
 
 RECIPES = DENOISERS | DECODERS
 FUSED_MODULES = {
@@ -261,6 +265,22 @@ def test_adapters_within_fused_modules_are_trained(targets: list[str]) -> None:
     found = outcomes(Case(recipe, tp=1, fused=True), weights)[0]
     assert_same(found, expected)
     assert len(found.gradients) == sum("lora" in name for name, _ in named(component_of(recipe).module))
+
+
+@pytest.mark.parametrize("fused", [True, "auto"])
+def test_a_run_fuses_when_it_is_told_to_and_writes_it_down(fused: Any, tmp_path: Path) -> None:
+    """auto: on CUDA only. Losses are those of the library's own code."""
+    file = text_file(tmp_path / "text.jsonl")
+    losses = []
+    for name, fuses in (("library", False), ("fused", fused)):
+        recipe = text_recipe(file, tmp_path / name, kernels={"fuse": fuses}, run={"steps": 4})
+        run_to_end(recipe)
+        losses.append([line["loss"] for line in read_metrics(tmp_path / name)])
+    events = [json.loads(line) for line in (tmp_path / "fused" / "events.jsonl").read_text().splitlines()]
+    told = [event for event in events if event["kind"] == "fused"]
+    assert len(told) == (fused is True)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert all("rms_norm" in event["message"] for event in told)
 
 
 def test_the_command_tells_what_is_fused_and_what_is_left(monkeypatch: Any, capsys: Any) -> None:

@@ -1,5 +1,6 @@
 """``headway kernels``: the fused operators, their numbers beside float64, and what their machine code says."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,7 +107,7 @@ def fuse(recipe: RecipeFile, overrides: Overrides = None, json_: JsonPath = None
     """
     from headway.kernels.fusion import fuse as fuse_model
     from headway.recipe import load_recipe
-    from headway.rehearse import model_on_meta
+    from headway.rehearse.model_on_meta import model_on_meta
 
     fusion = fuse_model(model_on_meta(load_recipe(recipe, overrides or ())).module)
     result = {
@@ -164,7 +165,7 @@ def _page(facts: str) -> str:
     from headway.kernels.fusion import PATTERNS
 
     operators = [("operator", "computes"), *((f"`{each.name}`", each.computes) for each in OPERATORS.values())]
-    known = [(", ".join(pattern.names), ", ".join(pattern.operators)) for pattern in PATTERNS]
+    known = [(", ".join(each.names), ", ".join(each.operators)) for each in PATTERNS]
     return PAGE.format(operators=_table(operators), modules=_table([("module", "operator"), *known]), table=facts)
 
 
@@ -180,7 +181,7 @@ def _markdown(rows: "list[tuple[str, int, str, Facts]]") -> str:
     return _table([header, *cells])
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
     """Markdown of rows, of which the first is the header."""
     header, *cells = rows
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, tuple("---" for _ in header), *cells))
