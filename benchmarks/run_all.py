@@ -242,6 +242,10 @@ TABLES_BESIDE = {
 """Public measurements that lie beside the repository, by the benchmark that reads them."""
 
 
+KEEPS_ITS_OWN = {"gpu"}
+"""Keeps its results itself, in a folder for each device."""
+
+
 def lacking(name: str) -> str | None:
     """What a benchmark needs that is not here; None: nothing."""
     if name in TABLES_BESIDE and not TABLES_BESIDE[name].exists():
@@ -315,7 +319,7 @@ def _markdown(rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    scripts = sorted(path.stem for path in FOLDER.glob("*.py") if path != Path(__file__))
+    scripts = sorted({path.stem for path in FOLDER.glob("*.py") if path != Path(__file__)} - KEEPS_ITS_OWN)
     missing = [name for name in scripts if name not in TABLES]
     assert not missing, f"no table for {', '.join(missing)}: add one to {Path(__file__).name}"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
