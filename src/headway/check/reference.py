@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headway.check.perturbation import perturb
 from headway.check.ranks import Place, joined
 from headway.check.reference_routers import RouterTerms
-from headway.check.setting import EMA_DECAY, STEPS, without_router_losses
+from headway.check.setting import EMA_DECAY, STEPS, with_library_code, without_router_losses
 from headway.data import Batch
 from headway.parallel import Piece
 from headway.recipe import NextTokenRecipe, OptimRecipe, Recipe
@@ -57,7 +57,7 @@ class Reference:
 def compute_reference(place: Place, recipe: Recipe, file: Path) -> Reference:
     """Run the plain loop in one process and write its tensors, named ``quantity/parameter``, to ``file``."""
     with joined(place) as ranks:
-        parts = assemble(without_router_losses(recipe), ranks, recipe.run.directory)
+        parts = assemble(with_library_code(without_router_losses(recipe)), ranks, recipe.run.directory)
         perturb(parts, recipe)
         loop = _Loop(recipe, parts)
         for micro_batches in batches(recipe, parts):

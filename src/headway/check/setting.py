@@ -86,6 +86,11 @@ def without_router_losses(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"objective": objective})
 
 
+def with_library_code(recipe: Recipe) -> Recipe:
+    """Without fused operators, which layouts may have."""
+    return recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"fuse": False})})
+
+
 def _micro_batch(recipe: Recipe, layout: Layout) -> int:
     """The largest that gives each rank its micro-batches, or 1 where the data ranks do not divide the batch."""
     share = recipe.run.global_batch // layout.data_ranks
