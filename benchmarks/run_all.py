@@ -214,6 +214,18 @@ def _beside(case: Any, what: str, times: float, form: str) -> list[str]:
     return [forecast, f"{times * case['measured'][what]:{form}}", f"{error:+.1f}", "yes" if within else "no"]
 
 
+def precision_convergence(result: Any) -> Iterator[list[str]]:
+    """Rows, the first of them the heading."""
+    yield ["run", "loss at the end", "minus float32's", "largest difference in a step"]
+    for name, found in result["compared"].items():
+        yield [
+            name,
+            f"{found['last_loss']:.4f}",
+            f"{found['last_difference']:+.4f}",
+            f"{found['largest_difference']:.4f}",
+        ]
+
+
 TABLES: dict[str, Table] = {
     table.__name__: table
     for table in (
@@ -231,9 +243,12 @@ TABLES: dict[str, Table] = {
         cost_model,
         published_runs,
         predicted_vs_measured,
+        precision_convergence,
         slow_link,
     )
 }
+ELSEWHERE = {"gpu"}
+"""Scripts that need another machine and keep their results by its name."""
 TABLES_BESIDE = {
     "explain_speed": FOLDER.parents[1] / "shared" / "traces",
     "cost_model": FOLDER.parents[1] / "shared" / "microbench",
