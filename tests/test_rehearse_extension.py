@@ -3,7 +3,7 @@
 import pytest
 
 import rehearsed_recipes as recipes
-from headway.rehearse import rehearsal, rehearse
+from headway.rehearse import passing, rehearse
 from headway.rehearse.dress_rehearsal import rehearse_whole
 from headway.rehearse.tokens import renumbered
 from soak import soak
@@ -32,7 +32,7 @@ def test_extended_is_whole(name, monkeypatch):
         depths.append(len(record.facts.blocks))
         return record
 
-    monkeypatch.setattr(rehearsal, "rehearse_whole", counted)
+    monkeypatch.setattr(passing, "rehearse_whole", counted)
     found = rehearse(recipe, devices, rank)
     assert max(depths) < len(whole.facts.blocks)
     assert found.facts == whole.facts

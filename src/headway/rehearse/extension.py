@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headway.rehearse.growth import Growth
-from headway.rehearse.record import BEFORE, Access, Allocation, Facts, HostRead, Operator, Record, StageAction
+from headway.rehearse.record import BEFORE, Access, Allocation, Facts, HostRead, Operator, Record, Segment, StageAction
 from headway.rehearse.runs import Block, NotPeriodic, Owner, Run, Runs
 from headway.rehearse.tokens import Token
 
@@ -76,8 +76,8 @@ class _Extension:
             self._emit(place, run)
         self._number()
         operators = [self._operator(e) for e in self.emitted if e.token.operator is not None]
-        allocations, reads, actions = self._events(len(operators))
-        return Record(facts, operators, allocations, dict(self.base.record.groups), reads, actions)
+        allocations, reads, actions, segments = self._events(len(operators))
+        return Record(facts, operators, allocations, dict(self.base.record.groups), reads, actions, segments)
 
     # --- which tokens there are
 
@@ -246,11 +246,13 @@ class _Extension:
 
     # --- memory, reads and actions
 
-    def _events(self, end: int) -> tuple[list[Allocation], list[HostRead], list[StageAction]]:
+    def _events(self, end: int) -> tuple[list[Allocation], list[HostRead], list[StageAction], list[Segment]]:
         allocations = self._from_before()
         held = {allocation.storage: allocation for allocation in allocations}
         reads: list[HostRead] = []
         actions: list[StageAction] = []
+        segments: list[Segment] = []
+        opened = (0, 0)
         begun = number = event = 0
         for emitted in self.emitted:
             token = emitted.token
@@ -262,6 +264,10 @@ class _Extension:
                 reads.append(HostRead(number, tuple(sorted(after)), reason))
             elif token.kind == "begin":
                 begun = number
+            elif token.kind == "open":
+                opened = (number, event)
+            elif token.segment is not None:
+                segments.append(self._segment(emitted, token.segment, opened, (number, event)))
             elif token.action is not None:
                 actions.append(replace(token.action, first=begun, stop=number))
             elif token.allocation is not None:
@@ -277,7 +283,18 @@ class _Extension:
                 event += 1
         for allocation in held.values():
             allocation.freed_at, allocation.freed_event, allocation.stays = end, event, True
-        return allocations, reads, actions
+        return allocations, reads, actions, segments
+
+    def _segment(self, emitted: _Emitted, segment: Segment, begin: tuple[int, int], end: tuple[int, int]) -> Segment:
+        return Segment(
+            *segment.label,
+            first=begin[0],
+            stop=end[0],
+            first_event=begin[1],
+            stop_event=end[1],
+            takes=tuple(self._new_storage(storage, emitted) for storage in segment.takes),
+            gives=tuple(self._new_storage(storage, emitted) for storage in segment.gives),
+        )
 
     def _allocation(self, emitted: _Emitted, storage: int, number: int, event: int) -> Allocation:
         allocation = emitted.token.allocation

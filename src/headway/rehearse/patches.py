@@ -37,7 +37,7 @@ UPDATES = ((Ema, "update"), (Masters, "clip_gradients"), (FullyShardedModel, "ma
 """Methods whose work belongs to the optimizer's phase."""
 
 
-class _Replacements:
+class Replacements:
     """Attributes replaced, to be put back in reverse order."""
 
     def __init__(self) -> None:
@@ -51,6 +51,16 @@ class _Replacements:
         own = vars(owner).get(name)
         setattr(owner, name, value)
         self._undo.callback(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
+
+    def before(self, owner: Any, name: str, told: Callable[..., None]) -> None:
+        """``told(*arguments)`` is called before each call of ``owner.name``."""
+        function = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            told(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        self.put(owner, name, wrapped)
 
     def around(self, owner: Any, name: str, context: Callable[..., Any]) -> None:
         """Calls of ``owner.name`` run within ``context(*arguments)``."""
@@ -66,7 +76,7 @@ class _Replacements:
 @contextmanager
 def recorded_streams(device: Device) -> Iterator[None]:
     """FSDP2 takes ``device`` for the accelerator's module: from wrapping on, for it keeps what it is given."""
-    replaced = _Replacements()
+    replaced = Replacements()
     for module in (_fsdp_param_group, _fsdp_state, _fsdp_collectives):
         replaced.put(module, "_get_device_handle", lambda kind="": device)
     # FSDP2 asks this one at the end of a backward pass for a gather that nothing has waited for.
@@ -80,7 +90,7 @@ def recorded_streams(device: Device) -> Iterator[None]:
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """The running program tells ``recorder`` its phases, micro-batches and waits."""
-    replaced, where = _Replacements(), recorder.where
+    replaced, where = Replacements(), recorder.where
     # DTensor tries each new operator at the global shape.
     replaced.around(ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda *_, **__: recorder.silence())
     for owner, name in UPDATES:
@@ -89,7 +99,9 @@ def recording(recorder: Recorder) -> Iterator[None]:
         replaced.around(passes, "gradients", lambda *_, **__: where.passes())
     for model in (FullyShardedModel, OneDevice):
         _count_micro_batches(replaced, model, recorder)
-    replaced.around(_fsdp_param_group.FSDPParamGroup, "post_backward", lambda g, *_, **__: where.reducing(g.modules[0]))
+    replaced.around(
+        _fsdp_param_group.FSDPParamGroup, "post_backward", lambda g, *_, **__: where.reducing(_modules_of(g))
+    )
     _tell_actions(replaced, recorder)
     for name in ASYNCHRONOUS:
         _note_works(replaced, name, recorder)
@@ -112,6 +124,11 @@ def recording(recorder: Recorder) -> Iterator[None]:
         replaced.close()
 
 
+def _modules_of(group: Any) -> list[nn.Module]:
+    """What FSDP2 has wrapped, and then what has its first parameter: a whole model is better told by that."""
+    return [group.modules[0], *(parameter._module_info.module for parameter in group.fsdp_params[:1])]
+
+
 def _tell_optimizer_steps(where: Whereabouts) -> list[RemovableHandle]:
     phases = ExitStack()
 
@@ -124,7 +141,7 @@ def _tell_optimizer_steps(where: Whereabouts) -> list[RemovableHandle]:
     return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
 
 
-def _count_micro_batches(replaced: _Replacements, model: Any, recorder: Recorder) -> None:
+def _count_micro_batches(replaced: Replacements, model: Any, recorder: Recorder) -> None:
     begin = model.begin_micro_batch
 
     def counted(self: Any, last: bool) -> None:
@@ -134,7 +151,7 @@ def _count_micro_batches(replaced: _Replacements, model: Any, recorder: Recorder
     replaced.put(model, "begin_micro_batch", counted)
 
 
-def _tell_actions(replaced: _Replacements, recorder: Recorder) -> None:
+def _tell_actions(replaced: Replacements, recorder: Recorder) -> None:
     def forward(runner: Any, number: int, *_: Any, **__: Any) -> Any:
         return recorder.action("forward", runner.stage_index, number)
 
@@ -150,7 +167,7 @@ def _tell_actions(replaced: _Replacements, recorder: Recorder) -> None:
     replaced.around(StageRunner, "perform_reduce_grad", lambda *_, **__: recorder.where.backward())
 
 
-def _note_works(replaced: _Replacements, name: str, recorder: Recorder) -> None:
+def _note_works(replaced: Replacements, name: str, recorder: Recorder) -> None:
     function = getattr(dist.ProcessGroup, name, None)
     if function is None:
         return
@@ -163,7 +180,7 @@ def _note_works(replaced: _Replacements, name: str, recorder: Recorder) -> None:
     replaced.put(dist.ProcessGroup, name, noted)
 
 
-def _note_waits(replaced: _Replacements, work: Any, recorder: Recorder) -> None:
+def _note_waits(replaced: Replacements, work: Any, recorder: Recorder) -> None:
     wait = work.wait
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +207,7 @@ class FewChunks:
 @contextmanager
 def without_ranks() -> Iterator[None]:
     """While a model is laid out and stepped without real ranks and values."""
-    replaced = _Replacements()
+    replaced = Replacements()
     replaced.put(_fsdp_param, "_chunk_with_empty", FewChunks)
     # A mesh's table of ranks must be real.
     replaced.around(DeviceMesh, "__init__", lambda *_, **__: unset_fake_temporarily())
@@ -213,7 +230,7 @@ def _visit_children(module: nn.Module, function: Any, recurse: bool = True) -> n
 @contextmanager
 def even_experts() -> Iterator[None]:
     """Tokens have no values that would choose experts: all experts get as many."""
-    replaced = _Replacements()
+    replaced = Replacements()
 
     def evenly(sent: Tensor, received: Tensor, pairs: int) -> tuple[list[int], list[int]]:
         torch.stack([sent.sum(1), received.sum(1)])  # what the host would read

@@ -221,6 +221,35 @@ class StageAction:
     """One past its last operator."""
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What is done for one micro-batch, or once: a part of a record of few micro-batches that one of many repeats.
+
+    ``events`` are counted as in Allocation, storages numbered as in Access.
+    """
+
+    kind: str
+    """``forward``, ``backward`` and others: see ``scenes.py``."""
+    stage: int
+    micro_batch: int
+    """-1: of none."""
+    first: int
+    """Number of its first operator."""
+    stop: int
+    """One past its last operator."""
+    first_event: int
+    stop_event: int
+    takes: tuple[int, ...]
+    """Storages that it is handed, by whom calls it."""
+    gives: tuple[int, ...]
+    """Storages that it hands back."""
+
+    @property
+    def label(self) -> tuple[str, int, int]:
+        """Kind, stage and micro-batch."""
+        return self.kind, self.stage, self.micro_batch
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a record is of."""
@@ -265,6 +294,8 @@ class Record:
     host_reads: list[HostRead]
     actions: list[StageAction] = field(default_factory=list)
     """Empty without a pipeline."""
+    segments: list[Segment] = field(default_factory=list)
+    """Empty but for what is to be extended to more micro-batches."""
 
     def collectives(self) -> list[Operator]:
         """The operators that communicate."""

@@ -68,6 +68,7 @@ def record_step(
         groups=groups.known,
         host_reads=recorder.host_reads,
         actions=recorder.actions,
+        segments=recorder.segments,
     )
 
 

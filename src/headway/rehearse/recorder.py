@@ -25,6 +25,7 @@ from headway.rehearse.record import (
     Operator,
     OperatorKind,
     Phase,
+    Segment,
     StageAction,
 )
 from headway.rehearse.storages import Storages
@@ -37,6 +38,8 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Computes an operator's result."""
 
 
+MARK = "mark"
+"""Name of an operator that does nothing."""
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -54,6 +57,7 @@ class Recorder(TorchDispatchMode):
         self.operators: list[Operator] = []
         self.host_reads: list[HostRead] = []
         self.actions: list[StageAction] = []
+        self.segments: list[Segment] = []
         self.storages = Storages(lambda: len(self.operators), self._here)
         self._device = device
         self._run = run
@@ -98,10 +102,52 @@ class Recorder(TorchDispatchMode):
         where, first = self.where, len(self.operators)
         before = where.stage, where.micro_batch
         where.stage, where.micro_batch = stage, micro_batch
+        where.begin_action()
         with where.phase(None), where.backward() if kind != "forward" else ExitStack():
             yield
         where.stage, where.micro_batch = before
         self.actions.append(StageAction(kind, stage, micro_batch, first, len(self.operators)))
+
+    @contextmanager
+    def segment(self, kind: str, stage: int, micro_batch: int, takes: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
+        """A part that may be repeated; what it hands back is to be put into the list."""
+        given = tuple(self.storages.serial(tensor) for tensor in takes)
+        first, (_, first_event) = len(self.operators), self.storages.moment()
+        gives: list[Tensor] = []
+        yield gives
+        _, stop_event = self.storages.moment()
+        back = tuple(self.storages.serial(tensor) for tensor in gives)
+        gives.clear()
+        end = (first, len(self.operators), first_event, stop_event)
+        self.segments.append(Segment(kind, stage, micro_batch, *end, given, back))
+
+    def add_segment(
+        self,
+        kind: str,
+        stage: int,
+        micro_batch: int,
+        first: int,
+        stop: int,
+        first_event: int,
+        stop_event: int,
+        gives: tuple[int, ...],
+    ) -> None:
+        """One whose ends and what it hands back are told afterwards."""
+        self.segments.append(Segment(kind, stage, micro_batch, first, stop, first_event, stop_event, (), gives))
+
+    def mark(self) -> None:
+        """Put an operator that does nothing on the current stream: it stands for all that the stream waits for now."""
+        where: tuple[Phase, int] = ("forward", -1)
+        if self.operators:  # what it stands beside is still of what was before it
+            where = self.operators[-1].phase, self.operators[-1].micro_batch
+        number, stream = len(self.operators), self._device.stream_now
+        self.operators.append(
+            Operator(
+                MARK, "pointwise", stream.name, tuple(sorted(stream.after())), where[0], "", "", where[1],
+                self.where.stage, 0, (), (), "", False,
+            )
+        )  # fmt: skip
+        stream.issued(number)
 
     def host_reads_device(self, reason: str) -> None:
         """The host waits for all that was issued on the current stream."""

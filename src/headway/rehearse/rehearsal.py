@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from headway.recipe import Recipe, accumulation, sizes
 from headway.rehearse.dress_rehearsal import rehearse_whole
 from headway.rehearse.extension import Longer, Series, extended
+from headway.rehearse.passing import AllMicroBatches, Passing, fewer_micro_batches
 from headway.rehearse.record import Facts, Record
 from headway.rehearse.runs import NotPeriodic, Runs
 from headway.rehearse.shortening import Shortened, shortened
@@ -42,31 +43,36 @@ def roles(recipe: Recipe, devices: int) -> list[Role]:
 def rehearse(recipe: Recipe, devices: int, rank: int = 0) -> Record:
     """The record of the step of ``rank`` of ``devices``: equal to ``rehearse_whole``'s, storages renumbered.
 
-    Where blocks repeat, a few are rehearsed and the record is extended to all of them; what is extended by one block
-    is held to a rehearsal with one block more, and where that differs all blocks are rehearsed. Raises UserError.
+    Where blocks or micro-batches repeat, a few are rehearsed and the record is extended to all of them. What is
+    extended by one block is held to a rehearsal with one block more, and segments of micro-batches to each other; where
+    they differ all are rehearsed. Raises UserError.
     """
     cut = with_cuts(recipe)
     short = shortened(cut, devices, rank)
-    if short is not None:
-        try:
-            return _extended(cut, short, devices, rank)
-        except NotPeriodic:
-            pass
+    for passing in (fewer_micro_batches(cut, devices, rank), AllMicroBatches()):
+        if passing is not None:
+            try:
+                found = _of_all_blocks(cut, short, devices, rank, passing)
+                return renumbered(passing.completed(found))
+            except NotPeriodic:
+                pass
     return renumbered(rehearse_whole(cut, devices, rank))
 
 
-def _extended(recipe: Recipe, short: Shortened, devices: int, rank: int) -> Record:
-    base = rehearse_whole(short.base, devices, rank)
+def _of_all_blocks(recipe: Recipe, short: Shortened | None, devices: int, rank: int, passing: Passing) -> Record:
+    if short is None:
+        return passing.rehearsed(recipe, devices, rank)
+    base = passing.rehearsed(short.base, devices, rank)
     series = short.series(base.facts)
     facts = _facts(base.facts, step_sizes(short.base), step_sizes(recipe), series)
     runs = Runs(base, [one.paths for one in series])
     longer = []
     for place, key in enumerate(short.extended):
-        record = rehearse_whole(short.longer[place], devices, rank)
+        record = passing.rehearsed(short.longer[place], devices, rank)
         longer.append(Longer(short.own.index(key), Runs(record, short.paths(record.facts))))
     for one in longer:
         _check(runs, longer, _by_one(series, one), one.runs.record)
-    return renumbered(extended(runs, longer, series, facts))
+    return extended(runs, longer, series, facts)
 
 
 def _by_one(series: Sequence[Series], longer: Longer) -> list[Series]:

@@ -61,7 +61,7 @@ class Storages:
                 held.allocation.freed_event = self._events
         for allocation, phase, micro_batch in self._born:
             if allocation.category == "temporary":
-                allocation.category = _by_life(allocation, phase, micro_batch, operators)
+                allocation.category = by_life(allocation, phase, micro_batch, operators)
         return [allocation for allocation, _, _ in self._born]
 
     @contextmanager
@@ -184,9 +184,12 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _by_life(allocation: Allocation, phase: Phase, micro_batch: int, operators: list[Operator]) -> Category:
+def by_life(allocation: Allocation, phase: Phase, micro_batch: int, operators: list[Operator]) -> Category:
     """What unnamed memory was held for, by what was issued last before it was freed."""
-    last = operators[min(allocation.freed_at, len(operators)) - 1]
+    number = min(allocation.freed_at, len(operators)) - 1
+    while number and (collective := operators[number].collective) is not None and collective.peer >= 0:
+        number -= 1  # messages between stages are of no pass
+    last = operators[number]
     if phase == "forward" and last.phase != "forward":
         return "activation"
     if phase == "recompute" and last.phase == "backward":

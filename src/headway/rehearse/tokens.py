@@ -1,11 +1,11 @@
-"""A record as one sequence: operators, allocations, frees, host reads and actions in the order of the host."""
+"""A record as one sequence: operators, allocations, frees, host reads, actions and segments as the host has them."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from headway.rehearse.record import BEFORE, Access, Allocation, HostRead, Operator, Record, StageAction
+from headway.rehearse.record import BEFORE, Access, Allocation, HostRead, Operator, Record, Segment, StageAction
 
-Kind = Literal["operator", "allocate", "free", "read", "begin", "end"]
+Kind = Literal["operator", "allocate", "free", "read", "begin", "end", "open", "close"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +19,12 @@ class Token:
     allocation: Allocation | None = None
     read: HostRead | None = None
     action: StageAction | None = None
+    segment: Segment | None = None
 
 
 def tokens_of(record: Record) -> list[Token]:
     """Everything that happens in the step; what is there before it is left out."""
-    events: list[tuple[int, int, Token]] = []
+    events: list[tuple[int, float, Token]] = []
     for allocation in record.allocations:
         if allocation.allocated_event != BEFORE:
             token = Token("allocate", allocation=allocation)
@@ -31,6 +32,9 @@ def tokens_of(record: Record) -> list[Token]:
         if not allocation.stays:
             events.append((allocation.freed_at, allocation.freed_event, Token("free", allocation=allocation)))
     before_any, after_any = -1, len(events)
+    for one in record.segments:  # between two events
+        events.append((one.stop, one.stop_event - 0.5, Token("close", segment=one)))
+        events.append((one.first, one.first_event - 0.5, Token("open", segment=one)))
     events += [(action.stop, before_any, Token("end", action=action)) for action in record.actions]
     events += [(action.first, after_any, Token("begin", action=action)) for action in record.actions]
     events += [(read.before, after_any, Token("read", read=read)) for read in record.host_reads]
@@ -54,7 +58,7 @@ def renumbered(record: Record) -> Record:
     operators = [replace(o, reads=accesses(o.reads), writes=accesses(o.writes)) for o in record.operators]
     untouched = sorted(record.allocations, key=lambda a: (a.allocated_event, a.module, a.category))
     allocations = [replace(a, storage=serial(a.storage)) for a in untouched]
-    return replace(record, operators=operators, allocations=sorted(allocations, key=_order))
+    return replace(record, operators=operators, allocations=sorted(allocations, key=_order), segments=[])
 
 
 def _order(allocation: Allocation) -> tuple[int, int]:

@@ -100,6 +100,10 @@ class Whereabouts:
         owner = self._owner(node._sequence_nr())
         return self._last if owner is None else owner
 
+    def begin_action(self) -> None:
+        """What is issued next is of no module that was at work before."""
+        self._last = ""
+
     def block(self, module: str) -> str:
         """The repeated block that ``module`` is in, or ``""``."""
         if module not in self._block_of:
@@ -135,9 +139,11 @@ class Whereabouts:
             self._in_backward = before
 
     @contextmanager
-    def reducing(self, module: nn.Module) -> Iterator[None]:
-        """FSDP2 reduces the gradients of ``module``: in a pipeline, when no backward pass runs."""
-        before, self._reduced = self._reduced, self._paths.get(id(module), "")
+    def reducing(self, modules: list[nn.Module]) -> Iterator[None]:
+        """FSDP2 reduces gradients of the first of ``modules`` that has a path: in a pipeline, when no backward pass
+        runs."""
+        paths = (self._paths.get(id(module), "") for module in modules)
+        before, self._reduced = self._reduced, next(filter(None, paths), "")
         try:
             yield
         finally:
