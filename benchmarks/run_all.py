@@ -247,8 +247,6 @@ TABLES: dict[str, Table] = {
         slow_link,
     )
 }
-ELSEWHERE = {"gpu"}
-"""Scripts that need another machine and keep their results by its name."""
 TABLES_BESIDE = {
     "explain_speed": FOLDER.parents[1] / "shared" / "traces",
     "cost_model": FOLDER.parents[1] / "shared" / "microbench",
