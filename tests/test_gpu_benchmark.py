@@ -79,15 +79,15 @@ def test_published_peaks_are_of_the_device_that_is_named_so() -> None:
 def test_launches_get_copies_at_the_same_places_of_memory_and_changes_come_back() -> None:
     class Launches:
         @staticmethod
-        def doubled(tensors: list[torch.Tensor], untouched: torch.Tensor) -> torch.Tensor:
+        def doubled(tensors: list[torch.Tensor], untouched: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
             assert tensors[0].stride() == (1, 6)
-            tensors[0].mul_(2)
+            tensors[0].mul_(scale)
             return tensors[0] + untouched
 
     whole = torch.arange(24.0).view(4, 6)
     part = whole.mT[1:5, :2]
     expected = part * 2
-    result = OnDevice(Launches, torch.device("cpu")).doubled([part], torch.ones(4, 2))
+    result = OnDevice(Launches, torch.device("cpu")).doubled([part], torch.ones(4, 2), torch.tensor(2.0))
     assert torch.equal(part, expected)
     assert torch.equal(result, expected + 1)
     assert torch.equal(whole[0, [0, 5]], torch.tensor([0.0, 5.0]))

@@ -56,7 +56,8 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _changed(here: Tensor, copy: Tensor) -> bool:
-    return not torch.equal(here.contiguous().view(torch.uint8), copy.cpu().contiguous().view(torch.uint8))
+    before, after = (tensor.cpu().contiguous().view(-1).view(torch.uint8) for tensor in (here, copy))
+    return not torch.equal(before, after)
 
 
 def run(device: torch.device, dry: bool, add: Callable[[dict[str, Any]], None]) -> None:
