@@ -117,6 +117,17 @@ def test_what_is_measured_is_the_last_session_after_its_warm_up(tmp_path):
     assert measured(tmp_path / "run") is None
 
 
+def test_profiled_steps_are_not_measured_where_there_are_others(tmp_path):
+    events = [{"kind": "started", "step": 0, "ranks": 2}, {"kind": "profiled", "step": 22, "steps": [20, 22]}]
+    lines = steps(range(20), 1.0) + steps(range(20, 23), 3.0) + steps(range(23, 40), 1.0)
+    write_run(tmp_path / "run", events, lines)
+    assert measured(tmp_path / "run").lines == 27
+    write_run(tmp_path / "run", events, steps(range(100), 1.0, every=25))
+    assert measured(tmp_path / "run").lines == 3, "the first line has the warm-up and the profile"
+    write_run(tmp_path / "run", [*events[:1], {**events[1], "steps": [0, 60]}], steps(range(40), 2.0, every=10))
+    assert measured(tmp_path / "run").lines == 3, "all were profiled"
+
+
 def test_only_the_prediction_of_the_last_session_counts(tmp_path):
     run, started = tmp_path / "run", {"kind": "started", "step": 0, "ranks": 2}
     write_run(run, [started, {"kind": "predicted", "step": 0}], steps(range(30), 1.1))

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from commands import run
 from headway.explain import explain
@@ -12,6 +13,7 @@ from headway.recipe import Recipe, to_toml
 from headway.runs import request_stop
 from headway.timeline import Kind, Timeline, read_chrome_trace
 from headway.train.profile import steps_to_profile
+from headway.train.throughput import forget_peak_memory, peak_memory_gib
 from runs import RunningRun, events, losses, run_to_end
 from soak import soak
 from tiny_recipes import image_folder, image_recipe, text_file, text_recipe
@@ -179,6 +181,16 @@ def test_a_compiled_block_is_not_compiled_anew_for_its_ranges(tmp_path):
     computes = timeline.kinds(Kind.COMPUTE)
     backward = computes & timeline.matching("phase", ["backward"]) & timeline.matching("module", ["model.layers.1"])
     assert any("CompiledFxGraph" in name for name in timeline.select(backward).text("name"))
+
+
+def test_what_the_profiler_held_is_no_longer_the_peak():
+    device = torch.device("cpu")
+    before = peak_memory_gib(device)
+    held = np.ones(100_000_000)
+    assert peak_memory_gib(device) > before + 0.6
+    del held
+    forget_peak_memory()
+    assert peak_memory_gib(device) < before + 0.1
 
 
 def test_the_command_ends_with_findings_and_a_page(monkeypatch, capsys, tmp_path):

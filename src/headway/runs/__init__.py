@@ -11,12 +11,13 @@ from headway.runs.comparison import (
 from headway.runs.console import RunConsole
 from headway.runs.json_lines import append_line, replace_text, writing
 from headway.runs.run_directory import RunDirectory, read_events, read_metrics
-from headway.runs.session import WARM_UP_STEPS, Measured, measured
+from headway.runs.session import PROFILED, WARM_UP_STEPS, Measured, measured
 from headway.runs.stop import SIGNALS, StopSignals, clear_request, pending_request, request_stop
 from headway.runs.summary import RunSummary, sample_name, summarise
 
 __all__ = [
     "PREDICTED",
+    "PROFILED",
     "SIGNALS",
     "WARM_UP_STEPS",
     "Compared",

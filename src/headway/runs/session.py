@@ -10,6 +10,8 @@ from headway.runs.run_directory import read_events, read_metrics
 
 WARM_UP_STEPS = 10
 """Steps of a session that are not measured: first allocations, first files, clocks. Of a short session half."""
+PROFILED = "profiled"
+"""The event of a trace that was written; ``steps``: the first under the profiler, and the one at hand when it was."""
 SESSION = ("started", "resumed")
 """Events that a session begins with."""
 
@@ -44,7 +46,8 @@ def measured(run: Path) -> Measured | None:
         return None
     first = int(turns[-1]["step"])
     lines = [line for line in read_metrics(run) if line["step"] >= first and line.get("step_time_s") is not None]
-    lines = _under_way(lines, first)
+    profiled = [tuple(event["steps"]) for event in read_events(run) if event["kind"] == PROFILED]
+    lines = _under_way(lines, first, profiled)
     if not lines:
         return None
     seconds = [_busy_s(line) for line in lines]
@@ -65,13 +68,18 @@ def measured(run: Path) -> Measured | None:
     )
 
 
-def _under_way(lines: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
-    """Lines none of whose steps belongs to the warm-up of a session that began with step ``first``."""
+def _under_way(lines: list[dict[str, Any]], first: int, profiled: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Lines none of whose steps belongs to the warm-up of a session that began with step ``first``.
+
+    Nor to steps that were ``profiled``, or beside which a trace was written, (first, last); as long as others are left.
+    """
     if not lines:
         return []
     warm = first + min(WARM_UP_STEPS, (lines[-1]["step"] + 1 - first) // 2)
     begins = [first, *(line["step"] + 1 for line in lines)]
-    return [line for line, begin in zip(lines, begins, strict=False) if begin >= warm]
+    warmed = [(begin, line) for begin, line in zip(begins, lines, strict=False) if begin >= warm]
+    plain = [line for begin, line in warmed if all(line["step"] < start or begin > last for start, last in profiled)]
+    return plain or [line for _, line in warmed]
 
 
 def _busy_s(line: dict[str, Any]) -> float:

@@ -17,9 +17,10 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from headway.parallel import Meshes, Ranks
-from headway.runs import WARM_UP_STEPS, RunDirectory
+from headway.runs import PROFILED, WARM_UP_STEPS, RunDirectory
 from headway.timeline import RUN_FACT
 from headway.train.module_ranges import ModuleRanges
+from headway.train.throughput import forget_peak_memory
 
 PROFILER_WARM_UP = 2
 """Steps before the profiled ones in which the profiler is on and keeps nothing: its own first steps are slow."""
@@ -156,11 +157,15 @@ class StepProfile:
             message = f"{file} can't be written: {error.strerror or error}"
             self._event("profile_not_written", step=self._steps.stop, message=message)
             return
+        finally:
+            del self._profiler
+            forget_peak_memory()  # which was the profiler's
         adds = ""
         if self._unprofiled_ns:
             adds = f"; the profiler adds {fmean(self._profiled_ns) / median(self._unprofiled_ns) - 1:.1%} to a step"
         message = f"steps {self._steps.start} to {self._steps.stop - 1} are profiled in {file.parent}{adds}"
-        self._event("profiled", step=self._steps.stop, file=str(file), message=message)
+        steps = [self._steps.start, self._step]
+        self._event(PROFILED, step=self._step, steps=steps, file=str(file), message=message)
 
     def _write_trace(self, path: Path) -> None:
         """Raises OSError, also where the profiler itself says nothing of a full disk."""

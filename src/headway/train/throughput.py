@@ -1,5 +1,8 @@
 """What a step took: times in integer nanoseconds, rates, and the peak of memory."""
 
+import contextlib
+import ctypes
+import gc
 import resource
 import sys
 import time
@@ -96,7 +99,7 @@ class StepTimer:
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """Peak GiB of this process: allocated by torch on CUDA, resident on the CPU."""
+    """Peak GiB of this process: allocated by torch on CUDA, resident on the CPU (since ``forget_peak_memory``)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     status = Path("/proc/self/status")
@@ -106,3 +109,17 @@ def peak_memory_gib(device: torch.device) -> float | None:
                 return int(line.split()[1]) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+
+
+def forget_peak_memory() -> None:
+    """Begin the peak of what is resident anew, where Linux lets a process do so, with what is freed given back."""
+    if sys.platform != "linux":
+        return
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+
+
+_RESET_PEAK = "5"
+"""See proc(5)."""
