@@ -122,7 +122,8 @@ training; float8 products are those of the two middle blocks of four.
 {table}
 
 Losses are means of the last {last} steps, whose samples differ between steps: the difference to float32, step by step,
-tells more than the loss. One seed.
+tells more than the loss. One seed. To nearest, the optimizer's moments are in bfloat16 as well, as torch.optim.AdamW
+keeps them; at random they are in float32.
 """
 
 
