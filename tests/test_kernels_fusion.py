@@ -109,7 +109,7 @@ def test_it_takes_it_in_any_layout(name: str, layout: dict[str, Any]) -> None:
     assert_fused_like_library(name, **layout)
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "qwen3"])
+@pytest.mark.parametrize("name", [soak("flux"), "wan", "qwen3"])
 def test_in_bfloat16_it_is_no_farther_from_float32(name: str) -> None:
     weights, exact = reference(name)
     _, library = reference(name, "bfloat16")
@@ -236,7 +236,7 @@ def test_code_is_compared_without_names_annotations_and_comments() -> None:
     assert function_code(one) != function_code(same)
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "qwen3"])
+@pytest.mark.parametrize("name", [soak("flux"), "wan", "qwen3"])
 def test_a_fused_block_compiles_whole_and_equal_blocks_share_it(name: str) -> None:
     """Beside the first block, whose inputs need other gradients, at most one graph for each kind of block."""
     for frames, error in run_ranks(1, _compiled, name, timeout_s=200):
@@ -267,7 +267,7 @@ def test_adapters_within_fused_modules_are_trained(targets: list[str]) -> None:
     assert len(found.gradients) == sum("lora" in name for name, _ in named(component_of(recipe).module))
 
 
-@pytest.mark.parametrize("fused", [True, "auto"])
+@pytest.mark.parametrize("fused", [True, soak("auto")])
 def test_a_run_fuses_when_it_is_told_to_and_writes_it_down(fused: Any, tmp_path: Path) -> None:
     """auto: on CUDA only. Losses are those of the library's own code."""
     file = text_file(tmp_path / "text.jsonl")
