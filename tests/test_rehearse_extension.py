@@ -9,15 +9,15 @@ from headway.rehearse.tokens import renumbered
 from soak import soak
 
 CASES = {
-    "one device": (recipes.layers(9), 1, 0),
-    "shards, accumulation, checkpointing": (recipes.layers(9, memory={"activation_checkpointing": "full"}), 2, 1),
-    "tensor parallel": (recipes.layers(9, layout={"tp": 2}, run={"global_batch": 2}), 4, 0),
+    "one device": (recipes.layers(16), 1, 0),
+    "shards, accumulation, checkpointing": (recipes.layers(16, memory={"activation_checkpointing": "full"}), 2, 1),
+    "tensor parallel": (recipes.layers(16, layout={"tp": 2}, run={"global_batch": 2}), 4, 0),
     "last stage of a pipeline": (
-        recipes.layers(18, layout={"pp": 2, "pp_cuts": [9, 9]}, run={"global_batch": 3}),
+        recipes.layers(32, layout={"pp": 2, "pp_cuts": [16, 16]}, run={"global_batch": 3}),
         2,
         1,
     ),
-    "two kinds of blocks": (recipes.flux(9, 9, memory={"activation_checkpointing": "full"}), 2, 0),
+    "two kinds of blocks": (recipes.flux(23, 23, memory={"activation_checkpointing": "full"}), 2, 0),
 }
 
 

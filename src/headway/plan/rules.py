@@ -13,6 +13,7 @@ from headway.parallel.pipeline import SCHEDULES, PipelinePlan, plan_pipeline
 from headway.recipe import LayoutRecipe, Recipe
 from headway.rehearse.model_on_meta import model_on_meta
 from headway.train.assembly import block_costs_of
+from headway.train.layout import check_sequence_length
 
 MOST_STAGES_PER_RANK = 4
 """Of interleaved schedules, in a search."""
@@ -43,11 +44,9 @@ class Rules:
         """Weights' division, and that of sequences, which context parallelism pads."""
         if tp == 1:
             return None
-        length = self.recipe.data.sequence_length
-        splits = self.recipe.objective.kind != "flow_matching" and self.recipe.layout.sequence_parallel
-        if splits and not has_cp and length % tp:
-            return f"data.sequence_length = {length} is not a multiple of layout.tp = {tp}"
-        return _reason(lambda: check_tensor_parallel(main, tp))
+        return _reason(lambda: check_sequence_length(self.recipe, tp, has_cp)) or _reason(
+            lambda: check_tensor_parallel(main, tp)
+        )
 
     def _cuts(self, stages: int) -> tuple[int, ...] | str:
         """Blocks of each of ``stages`` stages, or why there are none."""

@@ -244,45 +244,45 @@ class _Lookup:
         """The storage of ``origin``."""
         match origin:
             case ("own", ordinal):
-                return self.instance.own[ordinal]  # type: ignore[index]
+                return self.instance.own[ordinal]
             case ("takes", ordinal):
-                return self.takes[ordinal]  # type: ignore[index]
+                return self.takes[ordinal]
             case ("batch", what):
-                return self.assembly.scenes.data_of[self.label[2], what]  # type: ignore[index]
+                return self.assembly.scenes.data_of[self.label[2], what]
             case ("fixed", storage):
-                return storage  # type: ignore[return-value]
+                return storage
         other, ordinal = self._other(origin), origin[-1]
         if origin[0] == "handed":
-            return other.takes[ordinal]  # type: ignore[index]
-        return other.own[-ordinal if origin[0] == "back from its end" else ordinal]  # type: ignore[index, operator]
+            return other.takes[ordinal]
+        return other.own[-ordinal if origin[0] == "back from its end" else ordinal]
 
     def operators(self, origin: Origin) -> tuple[int, ...]:
         """The operators of ``origin``."""
         match origin:
             case ("own", offset):
-                return (self.instance.first + offset,)  # type: ignore[operator]
+                return (self.instance.first + offset,)
             case ("tail", lane):
-                last = self.assembly.lanes.get(lane)  # type: ignore[call-overload]
+                last = self.assembly.lanes.get(lane)
                 return () if last is None else (last,)
             case ("mark", _):
                 return self.pending
             case ("fixed", number):
-                return (number,)  # type: ignore[return-value]
+                return (number,)
         other, offset = self._other(origin), origin[-1]
         if origin[0] == "back from its end":
-            return (other.stop - offset,)  # type: ignore[operator]
-        return (other.first + offset,)  # type: ignore[operator]
+            return (other.stop - offset,)
+        return (other.first + offset,)
 
     def _other(self, origin: Origin) -> _Instance:
         assembly, (_, stage, micro_batch) = self.assembly, self.label
         found: _Instance | None = None
         match origin:
             case ("pass", kind, _) | ("handed", kind, _):
-                found = assembly.by_label.get((kind, stage, micro_batch))  # type: ignore[arg-type]
+                found = assembly.by_label.get((kind, stage, micro_batch))
             case ("back", distance, _) | ("back from its end", distance, _):
-                found = assembly.on_stage[stage][-distance]  # type: ignore[operator]
+                found = assembly.on_stage[stage][-distance]
             case ("only", key, _):
-                found = assembly.by_key.get(key)  # type: ignore[arg-type]
+                found = assembly.by_key.get(key)
         if found is None:
             raise NotPeriodic(f"{self.label} needs {origin}, which has not been")
         return found

@@ -7,6 +7,7 @@ are to the segment. Where several descriptions fit, those that fit all segments 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headway.rehearse.contexts import Context, Label, contexts
 from headway.rehearse.record import Record, Segment
@@ -14,7 +15,7 @@ from headway.rehearse.recorder import MARK
 from headway.rehearse.runs import NotPeriodic
 from headway.rehearse.tokens import Token, tokens_of
 
-Origin = tuple[object, ...]
+Origin = tuple[Any, ...]
 """What a thing is to a segment: see ``PREFERRED``."""
 PREFERRED = (
     "own", "mark", "takes", "batch", "pass", "handed", "only", "back", "back from its end", "tail", "fixed",

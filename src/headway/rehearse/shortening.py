@@ -60,12 +60,26 @@ def shortened(recipe: Recipe, devices: int, rank: int) -> Shortened | None:
     stages = set(stages_of(recipe, devices, rank))
     own = [key for key in counts if key[0] in stages]
     few = REHEARSED + max(0, recipe.layout.blocks_kept_gathered - 1)
-    extended = [key for key in own if counts[key] > few + 1]
+    extended = _worthwhile({key: counts[key] for key in own}, few)
     short = {key: count if key[0] in stages else 1 for key, count in counts.items()} | dict.fromkeys(extended, few)
     if short == counts:
         return None
     longer = [_with_counts(recipe, short | {key: few + 1}) for key in extended]
     return Shortened(_with_counts(recipe, short), longer, own, extended, counts)
+
+
+def _worthwhile(counts: BlocksOfStages, few: int) -> list[tuple[int, str]]:
+    """Lists to rehearse with ``few`` blocks: those by which fewer blocks are rehearsed in all than ``counts`` has.
+
+    With each of them goes another rehearsal, which has one block more.
+    """
+    extended = sorted((key for key in counts if counts[key] > few + 1), key=lambda key: counts[key])
+    while extended:
+        left = sum(few if key in extended else count for key, count in counts.items())
+        if (1 + len(extended)) * left + len(extended) < sum(counts.values()):
+            break
+        del extended[0]
+    return [key for key in counts if key in extended]
 
 
 def _paths(facts: Facts, stage: int, name: str) -> list[str]:

@@ -6,7 +6,7 @@ What it does with what they hand to it is recorded: memory for messages, sends, 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,8 @@ from headway.rehearse.streams import Device
 from headway.rehearse.whereabouts import Whereabouts
 
 
-class StageEdges(NamedTuple):
+@dataclass(frozen=True)
+class StageEdges:
     """A stage as its neighbours see it."""
 
     index: int

@@ -153,7 +153,7 @@ def _check(
     main = built.components[0].module
     if size.tp > 1:
         check_tensor_parallel(main, size.tp)
-        _check_length(recipe, size)
+        check_sequence_length(recipe, size.tp, size.cp > 1)
     check_expert_parallel(main, size.ep, size.dp_shard * size.cp * size.tp)
     check_context_parallel(main, ring=size.cp_ring, ulysses=size.cp_ulysses, tp=size.tp)
     if size.pp == 1:
@@ -168,14 +168,14 @@ def _check(
     )
 
 
-def _check_length(recipe: Recipe, size: Sizes) -> None:
-    """Refuses sequences that sequence parallelism can't split; context parallelism pads them."""
+def check_sequence_length(recipe: Recipe, tp: int, has_cp: bool) -> None:
+    """Raises UserError for sequences that sequence parallelism can't split; context parallelism pads them."""
     length = recipe.data.sequence_length
-    splits = recipe.objective.kind != "flow_matching" and recipe.layout.sequence_parallel and size.cp == 1
-    if splits and length % size.tp:
+    splits = recipe.objective.kind != "flow_matching" and recipe.layout.sequence_parallel and not has_cp
+    if splits and length % tp:
         raise UserError(
-            f"data.sequence_length = {length} is not a multiple of layout.tp = {size.tp}: set it to "
-            f"{length // size.tp * size.tp or size.tp}, or set layout.sequence_parallel = false"
+            f"data.sequence_length = {length} is not a multiple of layout.tp = {tp}: set it to "
+            f"{length // tp * tp or tp}, or set layout.sequence_parallel = false"
         )
 
 
