@@ -41,7 +41,7 @@ def prediction_of(recipe: Recipe, cluster: Cluster, devices: int) -> tuple[dict[
         "devices": devices,
         "prediction": found.as_json(),
         "first_rank_peak_memory_gib": found.memories[0].peak.scaled(1 / 2**30).as_json(),
-        "peak_tflops": cluster.accelerator.peak_tflops(recipe.precision.compute),
+        "peak_tflops": cluster.accelerator.peak_tflops(recipe.precision.products),
         "errors_s": found.result_json()["errors_s"],
     }
     return told, found.timeline
