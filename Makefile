@@ -20,7 +20,7 @@ runs/here.toml: | $(call stamp,demo)
 	$(BIN)/headway calibrate --ranks 2 --effort short --to $@
 
 test: lint $(call stamp,clips) ## the whole test suite
-	$(BIN)/python -m pytest --numprocesses 3
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 lint: $(call stamp,development)
 	$(BIN)/ruff check

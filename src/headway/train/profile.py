@@ -158,7 +158,9 @@ class StepProfile:
             self._event("profile_not_written", step=self._steps.stop, message=message)
             return
         finally:
-            del self._profiler
+            # What it has recorded goes at once. The rest of it is in a cycle, and this thread must not collect garbage:
+            # among it may be a process group, which waits for threads that wait for this one.
+            self._profiler.profiler = None
             forget_peak_memory()  # which was the profiler's
         adds = ""
         if self._unprofiled_ns:

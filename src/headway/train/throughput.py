@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import gc
 import resource
 import sys
 import time
@@ -115,7 +114,6 @@ def forget_peak_memory() -> None:
     """Begin the peak of what is resident anew, where Linux lets a process do so, with what is freed given back."""
     if sys.platform != "linux":
         return
-    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
